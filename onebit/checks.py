@@ -1,0 +1,80 @@
+"""What is checked before anything happens: settings, parameters, and a fingerprint of both for other workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from onebit.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def check_in(name: str, value: T, allowed: Sequence[T]) -> T:
+    """Return `value` if it is allowed; else raise a ConfigError that lists what is."""
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    return value
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise ConfigError for a setting of a parameter group that cannot be used."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = float(group[name])
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ConfigError(f"betas are {betas}; there must be two, each in [0, 1)")
+    mask = group.get("exp_avg_mask")
+    if mask is None:
+        return
+    if len(group["params"]) != 1:
+        raise ConfigError(
+            f"exp_avg_mask is set on a group of {len(group['params'])} parameters; "
+            "put each masked parameter into a group of its own"
+        )
+    if mask.numel() != group["params"][0].numel():
+        raise ConfigError(
+            f"exp_avg_mask has {mask.numel()} elements, its parameter {group['params'][0].numel()}; they must be equal"
+        )
+
+
+def check_parameters(params: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.dtype, torch.device]:
+    """The one dtype and device of all parameters.
+
+    Raises:
+        ConfigError: not float32 or float64, or not all the same dtype and device.
+    """
+    dtype, device = params[0].dtype, params[0].device
+    for name, p in zip(names, params, strict=True):
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"{name} is {p.dtype}; parameters must be torch.float32 (or torch.float64); "
+                "for 16-bit training keep float32 parameters and use torch.autocast"
+            )
+        if (p.dtype, p.device) != (dtype, device):
+            raise ConfigError(
+                f"{name} is {p.dtype} on {p.device}, {names[0]} is {dtype} on {device}; "
+                "all parameters of one optimizer must share dtype and device"
+            )
+    return dtype, device
+
+
+def fingerprints(params: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Name -> shape, dtype and a checksum of the values of each parameter, comparable between workers."""
+    return [(name, f"{tuple(p.shape)} {p.dtype}, checksum {checksum(p)}") for name, p in zip(names, params, strict=True)]
+
+
+def checksum(tensor: Tensor) -> str:
+    """A position-dependent checksum of the bits of a float32 or float64 tensor, as hexadecimal text."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.int32)
+    total = 0
+    for part in bits.split(2**22):  # parts bound the memory of the 64-bit copies
+        weights = torch.arange(1, part.numel() + 1, dtype=torch.int64, device=part.device).remainder_(65521)
+        total = (total * 1000003 + int((part.long() * (weights + 1)).sum())) % 2**64
+    return f"{total:016x}"

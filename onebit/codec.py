@@ -1,0 +1,196 @@
+"""OneBit: a flat buffer as one sign bit per element and one scale per block.
+
+A block is a run of elements that shares one scale. `scale="layer"`: one block per layer in each chunk;
+`"block"`: the same, cut after `block_elements`; `"bucket"`: one scale for a whole buffer, the paper's way, on the
+worker side the bucket and on the server side the chunk. Padding belongs to no block and decodes to zero.
+
+A message, one per chunk, is what travels: [header | scales | bits | fill], uint8.
+  header  one number in the scales' dtype: how many dead elements ask to wake (see `exchange`)
+  scales  one number per block, padded to the largest number of blocks of any chunk of the bucket
+  bits    chunk / 8 bytes, see `kernels.reference`
+  fill    up to the next multiple of the scales' item size
+
+Source: 1-bit Adam (arXiv 2102.02888), C_w; scale = ||x||_2 / sqrt(d), docs/paper_map.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from onebit.errors import ConfigError
+from onebit.kernels import pack_signs, unpack_signs
+from onebit.layout import Bucket
+
+MAX_MULTIPLIER = 1.6  # 1.7 diverged on heavy tails in our measurements; the residual is no longer contracted
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """The settings of the codec.
+
+    Args:
+        scale: which elements share a scale, "layer" (default), "block" or "bucket".
+        block_elements: with scale="block", the largest block; at least 8. Otherwise it must be left alone.
+        kind: "rms" (the paper's) or "mean" (of absolute values).
+        multiplier: factor on every scale, in (0, 1.6).
+
+    Raises:
+        ConfigError: a value outside what is listed above.
+    """
+
+    scale: Literal["layer", "block", "bucket"] = "layer"
+    block_elements: int | None = None
+    kind: Literal["rms", "mean"] = "rms"
+    multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("layer", "block", "bucket"):
+            raise ConfigError(f"OneBit scale is {self.scale!r}; allowed are 'layer', 'block' and 'bucket'")
+        if self.kind not in ("rms", "mean"):
+            raise ConfigError(f"OneBit kind is {self.kind!r}; allowed are 'rms' and 'mean'")
+        if not 0 < self.multiplier < MAX_MULTIPLIER:
+            raise ConfigError(
+                f"OneBit multiplier is {self.multiplier}; it must lie in (0, {MAX_MULTIPLIER}): larger ones let the "
+                "error grow without bound; use 1.0"
+            )
+        if (self.block_elements is not None) != (self.scale == "block"):
+            raise ConfigError(
+                f"OneBit block_elements is {self.block_elements} with scale={self.scale!r}; "
+                "give it with scale='block' and only there"
+            )
+        if self.block_elements is not None and self.block_elements < 8:
+            raise ConfigError(f"OneBit block_elements is {self.block_elements}; it must be at least 8")
+
+
+class BucketCodec:
+    """Encode and decode the chunks of one bucket. Pure but for the live counts that `set_alive` replaces.
+
+    Attributes:
+        blocks: number of blocks of each chunk.
+        message_bytes: bytes of one message; the same for every chunk.
+    """
+
+    def __init__(self, bucket: Bucket, codec: OneBit, dtype: torch.dtype, device: torch.device) -> None:
+        self.bucket = bucket
+        self.codec = codec
+        self.dtype = dtype
+        chunks = [_cut(bucket, codec, chunk) for chunk in range(bucket.workers)]
+        self.blocks = [len(cuts) for cuts in chunks]
+        self._spans = [[(start, start + length) for start, length in cuts] for cuts in chunks]
+        self._lengths = [
+            torch.tensor([length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)], device=device)
+            for cuts in chunks
+        ]
+        self._whole = sum(int(lengths[:-1].sum()) for lengths in self._lengths)
+        self.alive: Tensor | None = None
+        self._live = [lengths[:-1].double() for lengths in self._lengths]
+        item = torch.empty((), dtype=dtype).element_size()
+        self._head = item * (1 + max(self.blocks))
+        self.message_bytes = -(-(self._head + bucket.chunk // 8) // item) * item
+
+    def set_alive(self, alive: Tensor | None) -> None:
+        """Elements whose `alive` is False are dead: they take no part in a scale and decode to zero.
+
+        Args:
+            alive: bool [bucket], or None: all are alive.
+        """
+        self.alive = alive
+        if alive is None:
+            self._live = [lengths[:-1].double() for lengths in self._lengths]
+            return
+        rows = alive.view(self.bucket.workers, -1)
+        self._live = [
+            torch.stack([row[a:b].sum(dtype=torch.float64) for a, b in spans]) if spans else self._live[0][:0]
+            for row, spans in zip(rows, self._spans, strict=True)
+        ]
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The worker side: all chunks of a bucket.
+
+        Args:
+            x: [bucket], zero in the padding. A dead element must be zero, or its bit is wasted; nan and inf
+                anywhere, dead elements included, make a scale non-finite.
+
+        Returns:
+            uint8 [workers, message_bytes].
+        """
+        if self.alive is not None:
+            x = x * self.alive
+        rows = x.view(self.bucket.workers, -1)
+        if self.codec.scale == "bucket":
+            scale = self._shared_scale(x)
+            scales = [scale.expand(blocks) for blocks in self.blocks]
+        else:
+            scales = [self._chunk_scales(row, j) for j, row in enumerate(rows)]
+        return torch.stack([self._message(row, scale) for row, scale in zip(rows, scales, strict=True)])
+
+    def encode_chunk(self, x: Tensor, chunk: int) -> Tensor:
+        """The server side: x [chunk] -> uint8 [message_bytes], with scales of its own."""
+        if self.alive is not None:
+            x = x * self.alive.view(self.bucket.workers, -1)[chunk]
+        return self._message(x, self._chunk_scales(x, chunk))
+
+    def decode(self, messages: Tensor) -> Tensor:
+        """uint8 [workers, message_bytes], one message per chunk in order -> [bucket]."""
+        return torch.cat([self.decode_chunk(message, chunk) for chunk, message in enumerate(messages)])
+
+    def decode_chunk(self, message: Tensor, chunk: int) -> Tensor:
+        """uint8 [message_bytes] -> [chunk]: sign * scale, zero in padding and where dead."""
+        scales = torch.cat([self.scales(message, chunk), torch.zeros(1, dtype=self.dtype, device=message.device)])
+        bits = message[self._head : self._head + self.bucket.chunk // 8]
+        out = unpack_signs(bits, self.dtype)
+        out *= torch.repeat_interleave(scales, self._lengths[chunk], output_size=self.bucket.chunk)
+        if self.alive is not None:
+            out *= self.alive.view(self.bucket.workers, -1)[chunk]
+        return out
+
+    def scales(self, message: Tensor, chunk: int) -> Tensor:
+        """The scales of a message, [blocks of that chunk]."""
+        return message[: self._head].view(self.dtype)[1 : 1 + self.blocks[chunk]]
+
+    def header(self, messages: Tensor) -> Tensor:
+        """The header of each message, a view that can be written: [..., message_bytes] -> [...]."""
+        return messages[..., : self._head].view(self.dtype)[..., 0]
+
+    def _message(self, x: Tensor, scales: Tensor) -> Tensor:
+        message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=x.device)
+        message[: self._head].view(self.dtype)[1 : 1 + len(scales)] = scales
+        message[self._head : self._head + self.bucket.chunk // 8] = pack_signs(x)
+        return message
+
+    def _chunk_scales(self, row: Tensor, chunk: int) -> Tensor:
+        if not self._spans[chunk]:  # nothing but padding
+            return row.new_zeros(0)
+        norms = torch.stack([self._norm(row[a:b]) for a, b in self._spans[chunk]])
+        return self._scale(norms, self._live[chunk])
+
+    def _shared_scale(self, x: Tensor) -> Tensor:
+        return self._scale(self._norm(x), torch.cat(self._live).sum())
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, 2 if self.codec.kind == "rms" else 1, dtype=torch.float64)
+
+    def _scale(self, norm: Tensor, live: Tensor) -> Tensor:
+        """RMS or mean over the live elements. Without any, norm is 0, or nan if a dead element was not finite."""
+        count = live.clamp(min=1)
+        size = count.sqrt() if self.codec.kind == "rms" else count
+        return (norm / size * self.codec.multiplier).to(self.dtype)
+
+
+def _cut(bucket: Bucket, codec: OneBit, chunk: int) -> list[tuple[int, int]]:
+    """The blocks of one chunk as (start in the chunk, length), in order, none empty."""
+    first, last = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
+    pieces = [
+        (max(layer.start - bucket.start, first), min(layer.stop - bucket.start, last)) for layer in bucket.layers
+    ]
+    pieces = [(start, stop) for start, stop in pieces if stop > start]
+    if codec.scale == "bucket":
+        return [(pieces[0][0] - first, pieces[-1][1] - pieces[0][0])] if pieces else []
+    step = codec.block_elements or bucket.chunk
+    return [
+        (at - first, min(at + step, stop) - at) for start, stop in pieces for at in range(start, stop, step)
+    ]

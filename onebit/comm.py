@@ -1,0 +1,228 @@
+"""Comm moves bytes between workers, counts them, and knows nothing else.
+
+`Comm` is the boundary: rank, size, three collectives on tensors, one for small control messages. `Solo` is one
+worker, `Distributed` is torch.distributed (the only file of the library that names its collectives), and
+`virtual.Virtual` is n threads of one process. Bytes are counted here, in `Comm`, for all of them alike.
+
+Counting (bytes that one worker hands to the transport, n workers):
+  all_to_all   (n - 1) * message      each message goes to one other worker
+  all_gather   (n - 1) * message      the one message goes to every other worker
+  all_reduce   2 (n - 1) / n * buffer as a ring sends it
+Control messages (all_gather_bytes) are not payload and are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit.errors import CommError, ConfigError, MismatchError
+
+T = TypeVar("T")
+
+
+class Pending:
+    """A collective under way: `wait()` returns its result. Wait exactly once."""
+
+    def __init__(self, result: Tensor, finish: Callable[[], object] | None = None) -> None:
+        self._result = result
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        if self._finish is not None:
+            self._finish()
+        return self._result
+
+
+class Comm(ABC):
+    """The workers of one data-parallel group, seen from one of them.
+
+    Every method but the properties is a collective: all workers call it, in the same order.
+    """
+
+    payload_bytes: int = 0  # counted since construction, this worker
+
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    def all_to_all(self, messages: Tensor) -> Pending:
+        """Send row j of `messages`, uint8 [n, bytes], to worker j. The result's row i came from worker i."""
+        self.payload_bytes += (self.size - 1) * messages[0].numel()
+        return self._all_to_all(messages)
+
+    def all_gather(self, message: Tensor) -> Pending:
+        """Send `message`, uint8 [bytes], to every worker. The result is uint8 [n, bytes], in order of workers."""
+        self.payload_bytes += (self.size - 1) * message.numel()
+        return self._all_gather(message)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over the workers, in place; equal bits on all workers."""
+        self.payload_bytes += ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
+        self._all_reduce(tensor)
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every worker's `data`, of any length, in order of workers. For control messages; not counted."""
+
+    @abstractmethod
+    def _all_to_all(self, messages: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _all_gather(self, message: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> None: ...
+
+
+def ring_all_reduce_bytes(buffer_bytes: int, workers: int) -> int:
+    """Bytes one worker sends in a ring all-reduce: 2 (n - 1) / n of the buffer, rounded up."""
+    return -(-2 * (workers - 1) * buffer_bytes // workers)
+
+
+class Solo(Comm):
+    """One worker. The same code path as n workers; nothing travels and 0 bytes are counted."""
+
+    rank = 0  # type: ignore[assignment]
+    size = 1  # type: ignore[assignment]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def _all_to_all(self, messages: Tensor) -> Pending:
+        return Pending(messages)
+
+    def _all_gather(self, message: Tensor) -> Pending:
+        return Pending(message.unsqueeze(0))
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+
+class Distributed(Comm):
+    """The processes of a torch.distributed group: NCCL on GPUs, Gloo on CPUs.
+
+    Args:
+        process_group: the data-parallel group; None: the default group.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or this process is not in the group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "torch.distributed is not initialised; call init_process_group first, or pass comm=onebit.comm.Solo()"
+            )
+        self._group = process_group
+        self._rank = dist.get_rank(process_group)
+        self._size = dist.get_world_size(process_group)
+        if self._rank < 0:
+            raise ConfigError("this process is not a member of process_group; pass the group it belongs to")
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        device = _control_device(self._group)
+        length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(lengths, length, group=self._group))
+        sizes = [int(item) for item in lengths]
+        mine = torch.zeros(max(1, max(sizes)), dtype=torch.uint8, device=device)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(theirs, mine, group=self._group))
+        return [bytes(item[:size].tolist()) for item, size in zip(theirs, sizes, strict=True)]
+
+    def _all_to_all(self, messages: Tensor) -> Pending:
+        received = torch.empty_like(messages)
+        return self._start(
+            received, lambda: dist.all_to_all_single(received, messages, group=self._group, async_op=True)
+        )
+
+    def _all_gather(self, message: Tensor) -> Pending:
+        received = message.new_empty(self.size, message.numel())
+        return self._start(received, lambda: _gather_single(received.view(-1), message, self._group))
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        self._run(lambda: dist.all_reduce(tensor, group=self._group))
+
+    def _start(self, received: Tensor, begin: Callable[[], Any]) -> Pending:
+        work = self._run(begin)
+        return Pending(received, lambda: self._run(work.wait))
+
+    def _run(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (RuntimeError, ValueError) as error:  # what Gloo, NCCL and the store raise when a peer is gone
+            raise CommError(
+                f"worker {self.rank} of {self.size} lost contact with another worker: {str(error).splitlines()[0]}; "
+                "see the log of the worker that ended first, then start all workers again"
+            ) from error
+
+
+def _gather_single(output: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> Any:
+    """all_gather into one tensor, under the name that this torch release gives it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, message, group=group, async_op=True)
+
+
+def _control_device(group: dist.ProcessGroup | None) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def default_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
+    """The process group if there is one, else one worker."""
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+        return Distributed(process_group)
+    return Solo()
+
+
+def check_same(comm: Comm, what: str, mine: Sequence[tuple[str, str]]) -> None:
+    """Raise the same MismatchError on all workers unless they hold equal (name, value) lists.
+
+    Args:
+        comm: the workers.
+        what: the subject of the message, such as "optimizer settings".
+        mine: this worker's values in a fixed order.
+
+    Raises:
+        MismatchError: names the first difference and the two workers that differ.
+    """
+
+
+    texts = comm.all_gather_bytes(json.dumps(mine).encode())
+    for rank, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        first, other = json.loads(texts[0]), json.loads(text)
+        name, ours, theirs = next(
+            ((a[0], a[1], b[1] if a[0] == b[0] else f"no such entry ({b[0]})") for a, b in zip(first, other, strict=False) if a != b),
+            ("number of entries", str(len(first)), str(len(other))),
+        )
+        raise MismatchError(
+            f"{what} differ between workers: {name} is {ours} on worker 0 and {theirs} on worker {rank}; "
+            "every worker must build the same model and optimizer; give all of them the same arguments and seed"
+        )
+
+
+__all__ = ["Comm", "Distributed", "Pending", "Solo", "check_same", "default_comm", "ring_all_reduce_bytes"]

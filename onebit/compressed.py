@@ -1,0 +1,287 @@
+"""`OneBitLamb`: warm-up stage, switch, compressed stage. The arithmetic is in `lamb.py`, the averaging in `exchange.py`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from onebit import lamb
+from onebit.checks import check_in
+from onebit.codec import OneBit
+from onebit.comm import Comm
+from onebit.errors import ConfigError
+from onebit.exchange import BucketMean, Exchange
+from onebit.layout import Run
+from onebit.optim import DEFAULT_BUCKET_ELEMENTS, Lamb, Stage, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("onebit")
+
+PAPER: dict[str, Any] = {
+    "codec": OneBit(scale="bucket"),
+    "variance_floor": 0.0,
+    "dead_elements": "exchange",
+    "coeff_bias_correction": False,
+    "bucket_elements": None,
+}
+"""Keyword arguments that turn an optimizer into the authors' release."""
+
+
+class OneBitLamb(Lamb):
+    """1-bit LAMB (arXiv 2104.06069, Algorithm 1): LAMB whose workers exchange one bit per parameter.
+
+    For `freeze_step` updates it is `Lamb` on averaged gradients, bit for bit (warm-up stage). Then the variance is
+    frozen and each step sends the momentum as signs and scales with error feedback (compressed stage); the layerwise
+    rate stays adaptive: c = c_avg * ratio, the ratio coming from a gradient rebuilt of consecutive momenta.
+    Gradients must not be averaged by anyone else: use it without DDP's averaging.
+
+    `onebit.PAPER` holds the keyword arguments that turn it into the authors' release.
+
+    Args:
+        params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm: as in `Lamb`. A group may
+            hold `exp_avg_mask`, 0 where its single parameter's momentum must stay zero.
+        freeze_step: real updates before the switch, >= 1.
+        coeff_beta: decay of the average of c in the warm-up, [0, 1).
+        factor_min, factor_max: hard bounds of the ratio, 0 < min <= max.
+        factor_threshold: soft bound, the largest relative change of the ratio in a step, in (0, 1).
+        codec: how momentum is sent, `onebit.OneBit(...)`.
+        ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), or "fixed" (stays 1: the
+            basic 1-bit LAMB the paper compares with).
+        error_feedback: "unscaled" (as released), or "scaled" by the ratio of the step sizes (as analysed), which
+            applies each step's coefficient in the next step (DEV-4).
+        variance_floor: the frozen variance is at least this times its layer's mean, in [0, 1); 0: no floor.
+        dead_elements: elements that never had a gradient are held ("hold") until a worker sees one, or take part in
+            the exchange unless their whole layer is dead ("exchange", as released).
+        coeff_bias_correction: divide the average of c at the switch by its weight (DEV-5).
+        warmup_transport: how gradients are averaged in the warm-up, "fp32" or "bf16".
+        bucket_elements: layers are exchanged in buckets of about this many elements; None: one bucket.
+
+    Raises:
+        ConfigError: a value outside what is listed above.
+        MismatchError: as in `Lamb`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 1000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        coeff_beta: float = 0.9,
+        factor_min: float = 0.5,
+        factor_max: float = 4.0,
+        factor_threshold: float = 0.1,
+        process_group: ProcessGroup | None = None,
+        comm: Comm | None = None,
+        codec: OneBit | None = None,
+        ratio: Literal["sqrt", "variance", "fixed"] = "sqrt",
+        error_feedback: Literal["unscaled", "scaled"] = "unscaled",
+        variance_floor: float = 0.01,
+        dead_elements: Literal["hold", "exchange"] = "hold",
+        coeff_bias_correction: bool = True,
+        warmup_transport: Transport = "fp32",
+        bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+    ) -> None:
+        if not isinstance(freeze_step, int) or freeze_step < 1:
+            raise ConfigError(f"freeze_step is {freeze_step!r}; it must be a whole number of updates, at least 1")
+        if not 0 < factor_min <= factor_max:
+            raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
+        if not 0 < factor_threshold < 1:
+            raise ConfigError(f"factor_threshold is {factor_threshold}; it must lie in (0, 1)")
+        if not 0 <= variance_floor < 1:
+            raise ConfigError(f"variance_floor is {variance_floor}; it must lie in [0, 1)")
+        self.freeze_step = freeze_step
+        self._codec = OneBit() if codec is None else codec
+        self._ratio_form = check_in("ratio", ratio, ("sqrt", "variance", "fixed"))
+        self._ratio_bounds = (factor_min, factor_max, factor_threshold)
+        self._scaled_error = check_in("error_feedback", error_feedback, ("unscaled", "scaled")) == "scaled"
+        self._variance_floor = variance_floor
+        self._hold = check_in("dead_elements", dead_elements, ("hold", "exchange")) == "hold"
+        self._coeff_bias_correction = coeff_bias_correction
+        self._exchange: Exchange | None = None
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            min_coeff=min_coeff,
+            max_coeff=max_coeff,
+            transport=warmup_transport,
+            process_group=process_group,
+            comm=comm,
+            bucket_elements=bucket_elements,
+            coeff_beta=coeff_beta,
+        )
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.WARMUP if self._exchange is None else Stage.COMPRESSED
+
+    def stats(self) -> dict[str, Any]:
+        """As `Lamb.stats`, and in the compressed stage ratios ({layer name: ratio}) and the norms of the momentum,
+        of this worker's error and of its server error."""
+        stats = super().stats()
+        if self._exchange is not None:
+            stats["ratios"] = dict(zip(self._names(), self._layerwise["ratio"].tolist(), strict=True))
+            for name, flat in [
+                ("momentum_norm", self._flat["momentum"]),
+                ("worker_error_norm", self._exchange.worker_error),
+                ("server_error_norm", self._exchange.server_error),
+            ]:
+                stats[name] = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        return stats
+
+    def _settings(self) -> list[tuple[str, str]]:
+        named = [*super()._settings(), ("freeze_step", str(self.freeze_step)), ("codec", repr(self._codec))]
+        named += [("ratio", self._ratio_form), ("ratio bounds", str(self._ratio_bounds))]
+        named += [("error_feedback scaled", str(self._scaled_error)), ("hold dead elements", str(self._hold))]
+        named += [("variance_floor", str(self._variance_floor))]
+        return [*named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
+
+    def _step(self) -> None:
+        if self._exchange is not None:
+            self._compressed_step(self._exchange)
+        elif self._warmup_step() and self._steps >= self.freeze_step:
+            self._switch()
+
+    def _switch(self) -> None:
+        """End the warm-up stage: freeze the variance, allocate the errors, find dead elements. [A1: T_w]"""
+        assert self._layout is not None
+        v = self._flat["variance"]
+        dead = (v == 0) & (self._flat["momentum"] == 0)
+        for run, _, _ in self._runs():
+            lamb.freeze_variance(v[run.slice], run, self._variance_floor)
+        if self._ratio_form != "fixed":
+            self._add_flat("fresh_variance").copy_(v)
+        self._add_layerwise("ratio", 1.0)
+        if self._codec.scale == "bucket":
+            self._set_momentum_scales()
+        if self._coeff_bias_correction:
+            weight = self._layerwise["coeff_weight"]
+            self._layerwise["coeff_avg"] /= torch.where(weight > 0, weight, 1.0)
+        self._late = bool((self._layerwise["coeff_weight"] == 0).any())
+        if self._scaled_error:
+            self._add_layerwise("step_size", 0.0)
+            self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
+        self._exchange = Exchange(self._layout, self._codec, self.comm, self._dtype, self._device)
+        self._exchange.set_alive(self._initially_alive(dead))
+        if self.comm.rank == 0:
+            asleep = 0 if self._exchange.alive is None else int((~self._exchange.alive).sum())
+            log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
+
+    def _initially_alive(self, dead: Tensor) -> Tensor:
+        """Which elements take part in the exchange: bool [layout.numel]; padding counts as alive."""
+        assert self._layout is not None
+        alive = torch.ones_like(dead)
+        self._mask: Tensor | None = None
+        for p, view, out in zip(self._params(), self._layout.views(dead), self._layout.views(alive), strict=True):
+            out.copy_(~view if self._hold else ~view.all())
+        for group in self.param_groups:
+            if group.get("exp_avg_mask") is not None:
+                self._mask = torch.ones_like(dead) if self._mask is None else self._mask
+                index = next(i for i, p in enumerate(self._params()) if p is group["params"][0])
+                view = self._layout.views(self._mask)[index]
+                view.copy_(group["exp_avg_mask"].reshape(view.shape) != 0)
+        return alive if self._mask is None or not self._hold else alive & self._mask
+
+    def _set_momentum_scales(self) -> None:
+        assert self._layout is not None
+        momentum = self._flat["momentum"]
+        norms = torch.cat([run.norms(momentum[run.slice]) for run in self._layout.runs])
+        sizes = torch.tensor([layer.numel for layer in self._layout.layers], dtype=torch.float64, device=self._device)
+        self._add_layerwise("momentum_scale", 1.0).copy_(lamb.momentum_scales(norms, sizes))
+
+    def _scale(self, run: Run) -> Tensor | None:
+        """The momentum scales of a run, spread over its elements; None where layers have scales of their own."""
+        if "momentum_scale" not in self._layerwise:
+            return None
+        return run.spread(self._layerwise["momentum_scale"][run.layer_slice])
+
+    def _compressed_step(self, exchange: Exchange) -> None:
+        """Worker's part, exchange, everyone's part. Nothing is kept unless all of it was finite on all workers."""
+        exchange.wake()
+        g = self._gradients()
+        factor = self._error_factor()
+        for run, _, hyper in self._runs():
+            lamb.local_momentum(self._flat["momentum"][run.slice], g[run.slice], hyper.beta1, self._scale(run))
+        if self._mask is not None and self._hold:
+            g *= self._mask
+        means = []
+        for bucket in exchange.layout.buckets:
+            part = None if factor is None else factor[bucket.slice]
+            means.append(exchange.start(bucket, g[bucket.slice], part))
+        for mean in means:
+            mean.serve()
+        new = torch.cat([mean.wait() for mean in means])
+        if not all(bool(mean.finite) for mean in means):
+            self._skip()
+            return
+        self._steps += 1
+        self._commit(exchange, means)
+        self._update(exchange, new)
+
+    def _commit(self, exchange: Exchange, means: list[BucketMean]) -> None:
+        for mean in means:
+            mean.commit()
+        exchange.note_headers([mean.headers for mean in means])
+
+    def _update(self, exchange: Exchange, new: Tensor) -> None:
+        """Everyone's part: from the decoded momentum to the new parameters."""
+        if self._mask is not None:
+            new *= self._mask
+        for run, x, hyper in self._runs():
+            m_new = new[run.slice]
+            scale = self._scale(run)
+            if scale is not None:
+                m_new /= scale
+            self._update_run(run, x, hyper, m_new, None if exchange.alive is None else exchange.alive[run.slice])
+        if self._late:
+            self._late = bool((self._layerwise["coeff_weight"] == 0).any())
+
+    def _update_run(
+        self, run: Run, x: list[Tensor], hyper: lamb.Hyper, m_new: Tensor, alive: Tensor | None
+    ) -> None:
+        m, v = self._flat["momentum"][run.slice], self._flat["variance"][run.slice]
+        layers = {name: values[run.layer_slice] for name, values in self._layerwise.items()}
+        fresh = self._flat["fresh_variance"][run.slice] if self._ratio_form != "fixed" else None
+        if self._late:
+            lamb.prepare_late_layers(
+                x, m_new, v, fresh, layers["coeff_avg"], layers["coeff_weight"], run, hyper, self._coeff_rule
+            )
+        u, norm = lamb.direction(x, m_new, v, run, hyper)
+        if fresh is not None:
+            rule = lamb.RatioRule(self._ratio_form, *self._ratio_bounds)
+            layers["ratio"].copy_(
+                lamb.next_ratio(m_new, m, v, fresh, layers["ratio"], u, norm, alive, run, hyper, rule)
+            )
+        coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:21] not clipped again (DEV-6)
+        used = coeff
+        if self._scaled_error:  # the step size must be known before compression: last step's coefficient (DEV-4)
+            used = layers["coeff"].clone()
+            layers["step_size"].copy_(hyper.lr * used)
+        layers["coeff"].copy_(coeff)
+        m.copy_(m_new)
+        lamb.compressed_update(x, u, used, run, hyper.lr)
+
+    def _error_factor(self) -> Tensor | None:
+        """How the step sizes shrank or grew, the factor on both errors: [layout.numel], or None for 1. (DEV-4)"""
+        if not self._scaled_error:
+            return None
+        assert self._layout is not None
+        factor = torch.ones(self._layout.numel, dtype=self._dtype, device=self._device)
+        for run, _, hyper in self._runs():
+            before = self._layerwise["step_size"][run.layer_slice]
+            now = hyper.lr * self._layerwise["coeff"][run.layer_slice]
+            both = (before > 0) & (now > 0)
+            factor[run.slice] = run.spread(torch.where(both, before / torch.where(both, now, 1.0), 1.0))
+        return factor

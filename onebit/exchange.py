@@ -1,0 +1,143 @@
+"""The compressed mean: three phases, two collectives per bucket, error feedback on both sides.
+
+For one bucket, worker i of n, after 1-bit Adam (arXiv 2102.02888, Algorithm 1) and its three-phase all-reduce:
+
+  1. worker:  input = x + worker error; message j = signs and scales of chunk j           -> all_to_all
+  2. server:  A = mean over workers of the decoded chunk + server error; signs and scales -> all_gather
+  3. everyone: decode. All workers now hold the same bits.
+
+Errors are committed only afterwards, when every scale that came back is known to be finite:
+worker error = input - decode(own messages), server error = A - decode(own reply). So a nan or inf on one worker,
+which makes its scale non-finite and with it the scale of every server that used it, is seen by all and poisons
+nothing. Conservation, for every bucket and any number of steps:
+
+  sum of outputs + mean worker error + server error = sum of mean inputs.
+
+A dead element (see `BucketCodec.set_alive`) sends nothing: its whole input stays in its worker error. Its worker
+asks in the header of its messages for the mask to be exchanged; `wake` does that before the next step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onebit.codec import BucketCodec, OneBit
+from onebit.comm import Comm, Pending
+from onebit.kernels.reference import pack_bits, unpack_bits
+from onebit.layout import Bucket, FlatLayout
+
+
+class Exchange:
+    """Compressed means of the buckets of a layout; owns both errors.
+
+    Attributes:
+        worker_error: [layout.numel], this worker's residual.
+        server_error: [layout.numel / workers], the residual of the chunks this worker serves, bucket after bucket.
+        alive: bool [layout.numel] equal on all workers, or None: no dead elements.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, codec: OneBit, comm: Comm, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.comm = comm
+        self.codecs = [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
+        self.worker_error = layout.zeros(dtype, device)
+        self.server_error = torch.zeros(layout.numel // layout.workers, dtype=dtype, device=device)
+        self.alive: Tensor | None = None
+        self.wake_wanted = False
+
+    def set_alive(self, alive: Tensor | None) -> None:
+        """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""
+        self.alive = None if alive is None or bool(alive.all()) else alive
+        for codec in self.codecs:
+            codec.set_alive(None if self.alive is None else self.alive[codec.bucket.slice])
+
+    def start(self, bucket: Bucket, x: Tensor, error_factor: Tensor | None = None) -> BucketMean:
+        """Begin the mean of `x`, [bucket], over the workers. `x` is used up.
+
+        Args:
+            bucket: which bucket of the layout; all workers start the same ones in the same order.
+            x: this worker's input, zero in the padding.
+            error_factor: [bucket], the factor on both errors before they are added; None: 1.
+        """
+        return BucketMean(self, bucket, x, error_factor)
+
+    def server_slice(self, bucket: Bucket) -> slice:
+        """Where the chunk of `bucket` that this worker serves lies in `server_error`."""
+        return slice(bucket.start // bucket.workers, bucket.stop // bucket.workers)
+
+    def note_headers(self, headers: list[Tensor]) -> None:
+        """Remember whether any worker asked for its dead elements to wake. Only asked for where some are dead."""
+        if self.alive is not None:
+            self.wake_wanted = bool(torch.cat(headers).ne(0).any())
+
+    def wake(self) -> Tensor | None:
+        """Let dead elements that hold an error on any worker take part from now on, if a worker asked for it.
+
+        Returns:
+            bool [layout.numel], the elements that came alive, equal on all workers; None if nobody asked.
+        """
+        if not self.wake_wanted or self.alive is None:
+            return None
+        self.wake_wanted = False
+        wanted = ~self.alive & self.worker_error.ne(0)
+        woken = torch.cat([self._any(wanted[bucket.slice]) for bucket in self.layout.buckets])
+        self.set_alive(self.alive | woken)
+        return woken
+
+    def _any(self, flags: Tensor) -> Tensor:
+        """Logical or of bool [bucket] over the workers, through the same two phases."""
+        packed = pack_bits(flags.view(self.comm.size, -1))
+        served = unpack_bits(self.comm.all_to_all(packed).wait()).any(0)
+        return unpack_bits(self.comm.all_gather(pack_bits(served)).wait()).flatten()
+
+
+class BucketMean:
+    """One bucket's mean under way: `serve()` after `start`, then `wait()`, then `commit()` or nothing."""
+
+    def __init__(self, exchange: Exchange, bucket: Bucket, x: Tensor, error_factor: Tensor | None) -> None:
+        self._exchange = exchange
+        self._codec = exchange.codecs[bucket.index]
+        self.bucket = bucket
+        self._factor = error_factor
+        error = exchange.worker_error[bucket.slice]
+        self._input = x.add_(error if error_factor is None else error * error_factor)
+        self._sent = self._codec.encode(self._input)
+        if self._codec.alive is not None:
+            self._codec.header(self._sent)[:] = (self._input.ne(0) & ~self._codec.alive).sum()
+        self._pending: Pending = exchange.comm.all_to_all(self._sent)
+
+    def serve(self) -> None:
+        """Phase 2: average the chunk this worker serves, compress the mean, send it to everyone."""
+        exchange, codec, rank = self._exchange, self._codec, self._exchange.comm.rank
+        received = self._pending.wait()
+        total = codec.decode_chunk(received[0], rank)
+        for message in received[1:]:
+            total += codec.decode_chunk(message, rank)
+        total /= self.bucket.workers
+        error = exchange.server_error[exchange.server_slice(self.bucket)]
+        if self._factor is not None:
+            error = error * self._factor.view(self.bucket.workers, -1)[rank]
+        self._served = total.add_(error)
+        self._reply = codec.encode_chunk(self._served, rank)
+        if codec.alive is not None:
+            codec.header(self._reply)[...] = codec.header(received).sum()
+        self._pending = exchange.comm.all_gather(self._reply)
+
+    def wait(self) -> Tensor:
+        """Phase 3: the mean, [bucket], equal to the bit on all workers. Sets `finite` and `headers`."""
+        gathered = self._pending.wait()
+        scales = [self._codec.scales(message, chunk) for chunk, message in enumerate(gathered)]
+        self.finite = torch.isfinite(torch.cat(scales)).all()
+        self.headers = self._codec.header(gathered)
+        return self._codec.decode(gathered)
+
+    def commit(self) -> None:
+        """Keep what was not sent as the new errors. Call it when all buckets of the step were finite."""
+        exchange, rank = self._exchange, self._exchange.comm.rank
+        exchange.worker_error[self.bucket.slice] = self._input - self._codec.decode(self._sent)
+        exchange.server_error[exchange.server_slice(self.bucket)] = self._served - self._codec.decode_chunk(
+            self._reply, rank
+        )

@@ -1,0 +1,244 @@
+"""LAMB and 1-bit LAMB (arXiv 2104.06069, Algorithm 1) as functions over tensors.
+
+Each stage is two parts, as the paper writes it: the worker's part before the exchange and everyone's part after it.
+They work on one run (`layout.Run`: the layers of one group in one bucket) and know nothing of other workers; the
+optimizer (`optim.py`) calls them around the exchange. Tags [A1:...] name the lines of Algorithm 1 and are listed in
+docs/paper_map.md; DEV-n are the departures explained in docs/deviations.md.
+
+  symbol      name           shape      same on all workers   saved   meaning
+  x           x              per layer  yes                   model   parameters
+  g           g              [numel]    warm-up only          no      gradient: averaged in warm-up, own afterwards
+  m           m              [numel]    yes                   yes     momentum
+  v           v              [numel]    yes                   yes     variance in warm-up
+  v_{T_w}     v_frozen       [numel]    yes                   yes     variance at the switch, the preconditioner
+  v (fresh)   v_fresh        [numel]    yes                   yes     variance kept up by the rebuilt gradient
+  c           coeff          [layers]   yes                   yes     layerwise coefficient
+  c_avg       coeff_avg      [layers]   yes                   yes     moving average of c over the warm-up
+  r           ratio          [layers]   yes                   yes     correction of c_avg after the switch
+  s           scale          [layers]   yes                   yes     momentum scale where layers share a 1-bit scale
+  delta       error          [numel]    no                    own     in `exchange.py`, on both sides
+  eta, lambda eps, weight_decay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from onebit.layout import Run
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one group sets: `lr` is the step size of this step, learning-rate schedule and bias correction included."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class CoeffRule:
+    """How the layerwise coefficient is clipped and averaged: c_min, c_max, beta3 of the paper."""
+
+    min_coeff: float
+    max_coeff: float
+    coeff_beta: float
+
+
+@dataclass(frozen=True)
+class RatioRule:
+    """How the ratio moves: its form, r_min, r_max, r_threshold of the paper."""
+
+    form: Literal["sqrt", "variance"]
+    factor_min: float
+    factor_max: float
+    factor_threshold: float
+
+
+def trust_ratio(x_norm: Tensor, u_norm: Tensor, rule: CoeffRule) -> tuple[Tensor, Tensor]:
+    """LAMB's coefficient ||x|| / ||u||, clipped; 1 where a norm is zero. [A1: coefficient]
+
+    Args:
+        x_norm, u_norm: [layers].
+
+    Returns:
+        The coefficients, and a bool tensor that says where both norms were positive, [layers] each.
+    """
+    defined = (x_norm > 0) & (u_norm > 0)
+    clipped = (x_norm / torch.where(defined, u_norm, 1)).clamp(rule.min_coeff, rule.max_coeff)
+    return torch.where(defined, clipped, 1.0), defined
+
+
+def warmup_update(
+    x: Sequence[Tensor],
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    coeff_avg: Tensor,
+    coeff_weight: Tensor,
+    run: Run,
+    hyper: Hyper,
+    rule: CoeffRule,
+) -> Tensor:
+    """One LAMB step on the averaged gradient. Changes x, m, v, coeff_avg, coeff_weight in place.
+
+    Args:
+        x: one parameter per layer.
+        g, m, v: [numel]. g is the mean over the workers and is finite.
+        coeff_avg, coeff_weight: [layers]; the weight is what coeff_avg of a constant 1 would be (DEV-5).
+
+    Returns:
+        The coefficients used, [layers].
+    """
+    m.mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)  # [A1: momentum]
+    v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)  # [A1: variance]
+    u = m / v.sqrt().add_(hyper.eps)  # [A1: update direction]
+    u_norm = run.norms(u)
+    touched = u_norm > 0
+    if hyper.weight_decay:
+        run.add_scaled(u, x, hyper.weight_decay)
+        u_norm = run.norms(u)
+    coeff, defined = trust_ratio(run.norms(x), u_norm, rule)
+    coeff = torch.where(touched, coeff, 0.0)  # a layer that never had a gradient stays where it is (DEV-8)
+
+    beta3 = torch.where(defined & touched, rule.coeff_beta, 1.0)  # [A1: moving average of c]
+    coeff_avg.mul_(beta3).add_((1 - beta3) * coeff)
+    coeff_weight.mul_(beta3).add_(1 - beta3)
+
+    run.subtract(x, u.mul_(run.spread((hyper.lr * coeff).to(u.dtype))))  # [A1: warm-up step]
+    return coeff
+
+
+def freeze_variance(v: Tensor, run: Run, floor: float) -> None:
+    """Clamp v from below at `floor` times its layer's mean, in place; v then is v_frozen. [A1: T_w] (DEV-3)"""
+    if floor:
+        torch.maximum(v, run.spread((floor * run.means(v)).to(v.dtype)), out=v)
+
+
+def momentum_scales(m_norms: Tensor, sizes: Tensor) -> Tensor:
+    """The factor that gives every layer the same RMS momentum before it shares a 1-bit scale. [A1: momentum scale]
+
+    s_l = mean over layers of rms / rms_l; layers whose momentum is zero count nowhere and get 1 (DEV-7).
+
+    Args:
+        m_norms: 2-norm of each layer's momentum at the end of the warm-up, [layers].
+        sizes: elements of each layer, [layers].
+    """
+    rms = m_norms / sizes.clamp(min=1).sqrt()
+    used = rms > 0
+    united = torch.where(used, rms, 0.0).sum() / used.sum().clamp(min=1)
+    return torch.where(used, united / torch.where(used, rms, 1.0), 1.0)
+
+
+def local_momentum(m: Tensor, g: Tensor, beta1: float, scale: Tensor | None) -> Tensor:
+    """The worker's part: what goes into the exchange. [A1: local momentum]
+
+    Args:
+        m: the global momentum, [numel].
+        g: this worker's gradient, [numel]; used up.
+        scale: momentum scales spread over the elements, or None.
+
+    Returns:
+        scale * (beta1 * m + (1 - beta1) * g), in the memory of `g`.
+    """
+    g.mul_(1 - beta1).add_(m, alpha=beta1)
+    return g if scale is None else g.mul_(scale)
+
+
+def next_ratio(
+    m_new: Tensor,
+    m_old: Tensor,
+    v_frozen: Tensor,
+    v_fresh: Tensor,
+    ratio: Tensor,
+    u: Tensor,
+    u_direction_norm: Tensor,
+    alive: Tensor | None,
+    run: Run,
+    hyper: Hyper,
+    rule: RatioRule,
+) -> Tensor:
+    """Rebuild the gradient, refresh the variance (in place), and move the ratio. [A1:15-21]
+
+    Args:
+        m_new, m_old: global momentum after and before this step's exchange, [numel].
+        ratio: last step's, [layers].
+        u: the whole update direction, weight decay included, [numel].
+        u_direction_norm: norm of the part of u that comes from the momentum, [layers].
+        alive: bool [numel]; dead elements keep their variance and have no say. None: all alive.
+
+    Returns:
+        The new ratio, [layers].
+    """
+    g = (m_new - hyper.beta1 * m_old).div_(1 - hyper.beta1)  # [A1:15] rebuilt gradient
+    refreshed = (hyper.beta2 * v_fresh).addcmul_(g, g, value=1 - hyper.beta2)  # [A1:16] fresh variance
+    v_fresh.copy_(refreshed if alive is None else torch.where(alive, refreshed, v_fresh))
+    if rule.form == "sqrt":  # [A1:17] as released (DEV-1)
+        quotient = (v_frozen.sqrt() + hyper.eps) / (v_fresh.sqrt() + hyper.eps)
+    else:  # [A1:17] as printed; 0 / 0 counts as unchanged
+        quotient = torch.where(v_fresh > 0, v_frozen / v_fresh, 1.0)
+    if alive is not None:
+        quotient = torch.where(alive, quotient, 0.0)
+    raw = run.maxima(quotient)
+    raw = torch.where(raw > 0, raw, ratio)  # a layer that is empty or dead throughout keeps its ratio
+    if hyper.weight_decay:  # blend by the share that the momentum has in the update (DEV-2)
+        share = (u_direction_norm / run.norms(u).clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+        raw = (raw * share + (1 - share)).to(ratio.dtype)
+    soft = raw.clamp(ratio * (1 - rule.factor_threshold), ratio * (1 + rule.factor_threshold))  # [A1:18-19]
+    return soft.clamp(rule.factor_min, rule.factor_max)  # [A1:20]
+
+
+def direction(x: Sequence[Tensor], m: Tensor, v_frozen: Tensor, run: Run, hyper: Hyper) -> tuple[Tensor, Tensor]:
+    """The compressed stage's update before its coefficient: m / (sqrt(v_frozen) + eps) + weight_decay * x.
+
+    Returns:
+        The direction, [numel], and the norm of its first part, [layers].
+    """
+    u = m / v_frozen.sqrt().add_(hyper.eps)
+    norm = run.norms(u)
+    if hyper.weight_decay:
+        run.add_scaled(u, x, hyper.weight_decay)
+    return u, norm
+
+
+def compressed_update(x: Sequence[Tensor], u: Tensor, coeff: Tensor, run: Run, lr: float) -> None:
+    """x -= lr * c * u, in place; `u` is used up. [A1: compressed step]"""
+    run.subtract(x, u.mul_(run.spread((lr * coeff).to(u.dtype))))
+
+
+def prepare_late_layers(
+    x: Sequence[Tensor],
+    m: Tensor,
+    v_frozen: Tensor,
+    v_fresh: Tensor,
+    coeff_avg: Tensor,
+    coeff_weight: Tensor,
+    run: Run,
+    hyper: Hyper,
+    rule: CoeffRule,
+) -> None:
+    """Give layers that had no coefficient at the switch one from their first momentum, in place (DEV-8).
+
+    Such a layer had no gradient in the warm-up, or no weight to compare with. Where its frozen variance is zero too
+    it becomes the square of the gradient that the momentum implies, rms(m) / (1 - beta1), one value for the layer.
+    Everything here is equal on all workers, so no traffic is needed.
+    """
+    m_norm = run.norms(m)
+    late = (coeff_weight == 0) & (m_norm > 0)
+    sizes = torch.tensor([max(1, layer.numel) for layer in run.layers], dtype=torch.float64, device=m.device)
+    implied = (m_norm / sizes.sqrt() / (1 - hyper.beta1)) ** 2
+    implied = torch.where(late & (run.means(v_frozen) == 0), implied, 0.0)
+    spread = run.spread(implied.to(m.dtype))
+    v_frozen.copy_(torch.where(spread > 0, spread, v_frozen))
+    v_fresh.copy_(torch.where(spread > 0, spread, v_fresh))
+    u, _ = direction(x, m, v_frozen, run, hyper)
+    coeff, defined = trust_ratio(run.norms(x), run.norms(u), rule)
+    coeff_avg.copy_(torch.where(late, coeff, coeff_avg))
+    coeff_weight.copy_(torch.where(late & defined, 1.0, coeff_weight))

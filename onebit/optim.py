@@ -1,0 +1,313 @@
+"""`Lamb`, and what every optimizer here shares: an ordinary torch.optim.Optimizer without an engine.
+
+It holds what torch asks of an optimizer (groups, closure, state) and the order of a step; the arithmetic is in
+`lamb.py`. State is flat, one buffer per kind; `state[p]` holds views of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+import onebit
+from onebit import lamb
+from onebit.checks import check_group, check_in, check_parameters, fingerprints
+from onebit.comm import Comm, check_same, default_comm
+from onebit.errors import ConfigError
+from onebit.layout import FlatLayout, Run
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("onebit")
+
+DEFAULT_BUCKET_ELEMENTS = 2**24
+Transport = Literal["fp32", "bf16"]
+
+
+class Stage(enum.Enum):
+    """Before and after the variance is frozen. Not the learning-rate warm-up."""
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
+
+
+def mean_over_workers(flat: Tensor, comm: Comm, transport: Transport) -> None:
+    """Replace a flat buffer by its mean over the workers, in place.
+
+    Args:
+        flat: fp32 or fp64, any length.
+        transport: "fp32" sends the buffer as it is; "bf16" sends and sums 16-bit values.
+    """
+    flat /= comm.size
+    if transport == "bf16":
+        low = flat.to(torch.bfloat16)
+        comm.all_reduce(low)
+        flat.copy_(low)
+    else:
+        comm.all_reduce(flat)
+
+
+def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport = "bf16") -> None:
+    """Replace every `.grad` by its mean over the workers, as one buffer. For optimizers that do not average.
+
+    A parameter without a gradient on this worker counts as zero and gets one.
+
+    Args:
+        params: the same parameters in the same order on all workers.
+        transport: as in `mean_over_workers`.
+    """
+    params = list(params)
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in params])
+    mean_over_workers(flat, comm, check_in("transport", transport, ("fp32", "bf16")))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view(p.shape).to(p.dtype)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (arXiv 1904.00962) with gradients averaged over the workers: the uncompressed baseline.
+
+    For each layer: m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; u = m / (sqrt(v) + eps) + weight_decay x;
+    c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 where a norm is zero; x -= lr c u.
+
+    How it differs from the LAMBs people know:
+
+    =====================  ==================  ====================  ==================  =====================
+    .                      this one            DeepSpeed FusedLamb   torch_optimizer     pytorch_optimizer
+    =====================  ==================  ====================  ==================  =====================
+    trust ratio clipped    ratio to            ratio to [.01, 10]    ||x|| to [0, 10]    ||x|| to [0, 10]
+                           [.01, 10]
+    bias correction        off; on: in the     on, in the step size  off; on: in the     first moment only,
+                           step size, both                           step size, both     in the step size
+    weight decay           in u, so scaled by  same                  same                decoupled (x shrinks
+                           the coefficient                                               first) by default
+    eps in the ratio       no                  no                    no                  ||u|| + eps
+    gradient               none                optional global clip  none                optional (pre_norm)
+    pre-normalisation
+    layer without a        not moved           skipped               skipped             skipped
+    gradient
+    =====================  ==================  ====================  ==================  =====================
+
+    Args:
+        params: parameters, groups, or named parameters; float32 or float64, dense, one device.
+        lr: step size, >= 0; a scheduler may change it, per group.
+        betas: decay of momentum and variance, each in [0, 1).
+        eps: added to sqrt(v), >= 0.
+        weight_decay: >= 0.
+        min_coeff, max_coeff: clip of the coefficient, 0 <= min <= max; (0, inf) clips nothing.
+        bias_correction: multiply lr by sqrt(1 - b2^t) / (1 - b1^t).
+        transport: how gradients are averaged, "fp32" or "bf16".
+        process_group, comm: who the workers are. Neither: the default process group, or one worker without one.
+        bucket_elements: layers are handled in buckets of about this many elements; None: one bucket.
+
+    Raises:
+        ConfigError: a value outside what is listed above.
+        MismatchError: at the first step, when workers differ in settings, parameters or initial values.
+    """
+
+    _layout: FlatLayout | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        bias_correction: bool = False,
+        transport: Transport = "fp32",
+        process_group: ProcessGroup | None = None,
+        comm: Comm | None = None,
+        bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        *,
+        coeff_beta: float = 0.9,
+    ) -> None:
+        if not 0 <= min_coeff <= max_coeff:
+            raise ConfigError(f"min_coeff, max_coeff are {min_coeff}, {max_coeff}; allowed is 0 <= min <= max")
+        if not 0 <= coeff_beta < 1:
+            raise ConfigError(f"coeff_beta is {coeff_beta}; it must lie in [0, 1)")
+        if bucket_elements is not None and bucket_elements < 1:
+            raise ConfigError(f"bucket_elements is {bucket_elements}; it must be at least 1, or None for one bucket")
+        if comm is not None and process_group is not None:
+            raise ConfigError("both comm and process_group were given; pass one of them")
+        self.comm = comm if comm is not None else default_comm(process_group)
+        self._coeff_rule = lamb.CoeffRule(min_coeff, max_coeff, coeff_beta)
+        self._bias_correction = bias_correction
+        self._transport: Transport = check_in("transport", transport, ("fp32", "bf16"))
+        self._bucket_elements = bucket_elements
+        self._flat: dict[str, Tensor] = {}  # state with one value per element
+        self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
+        self._steps = self._skipped_steps = 0
+        self.payload_bytes = 0
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    # -- torch's obligations -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Allowed until the first step, which fixes the flat order.
+
+        Raises:
+            ConfigError: after the first step, or for a setting that is not allowed.
+        """
+        if self._layout is not None:
+            raise ConfigError(
+                "a parameter group was added after the first step; the flat order and the errors of all workers are "
+                "fixed by then; add it before the first step, or build a new optimizer"
+            )
+        super().add_param_group(param_group)
+        check_group(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on all workers together. A collective: every worker calls it equally often."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._layout is None:
+            self._prepare()
+        before = self.comm.payload_bytes
+        self._step()
+        self.payload_bytes += self.comm.payload_bytes - before
+        return loss
+
+    # -- what users read -----------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.WARMUP
+
+    def stats(self) -> dict[str, Any]:
+        """Where the run stands. Reads values from the device, so not for every step on a GPU.
+
+        Returns:
+            stage, step (updates made), skipped_steps (all workers skipped them: not finite), payload_bytes (handed
+            to the transport by this worker's steps), coefficients ({layer name: last coefficient}).
+        """
+        named = dict(zip(self._names(), self._layerwise["coeff"].tolist(), strict=True)) if self._layerwise else {}
+        return {
+            "stage": self.stage.value,
+            "step": self._steps,
+            "skipped_steps": self._skipped_steps,
+            "payload_bytes": self.payload_bytes,
+            "coefficients": named,
+        }
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._warmup_step()
+
+    def _warmup_step(self) -> bool:
+        """Average the gradients, update if the average is finite. Returns whether it was."""
+        g = self._gradients()
+        mean_over_workers(g, self.comm, self._transport)
+        if not bool(torch.isfinite(g).all()):  # equal on all workers, as the average is
+            self._skip()
+            return False
+        self._steps += 1
+        for run, x, hyper in self._runs():
+            self._layerwise["coeff"][run.layer_slice] = lamb.warmup_update(
+                x,
+                g[run.slice],
+                self._flat["momentum"][run.slice],
+                self._flat["variance"][run.slice],
+                self._layerwise["coeff_avg"][run.layer_slice],
+                self._layerwise["coeff_weight"][run.layer_slice],
+                run,
+                hyper,
+                self._coeff_rule,
+            )
+        return True
+
+    def _skip(self) -> None:
+        self._skipped_steps += 1
+        if self.comm.rank == 0:
+            log.warning(
+                "step skipped on all workers: a gradient was not finite on at least one of them (%d skipped so far)",
+                self._skipped_steps,
+            )
+
+    def _runs(self) -> list[tuple[Run, Sequence[Tensor], lamb.Hyper]]:
+        assert self._layout is not None
+        params = self._params()
+        return [(run, params[run.layer_slice], self._hyper(self.param_groups[run.group])) for run in self._layout.runs]
+
+    def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        if self._bias_correction:
+            lr *= math.sqrt(1 - beta2**self._steps) / (1 - beta1**self._steps)
+        return lamb.Hyper(lr, beta1, beta2, group["eps"], group["weight_decay"])
+
+    def _gradients(self) -> Tensor:
+        """This worker's gradients as a new flat buffer; a missing gradient counts as zero."""
+        assert self._layout is not None
+        grads = [p.grad for p in self._params()]
+        for name, grad in zip(self._names(), grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise ConfigError(f"the gradient of {name} is {grad.layout}; only dense gradients are allowed")
+        return self._layout.gather(grads, self._dtype, self._device)
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _names(self) -> list[str]:
+        named = [name for group in self.param_groups for name in group.get("param_names", [])]
+        return named or [f"parameter {i}" for i in range(len(self._params()))]
+
+    def _settings(self) -> list[tuple[str, str]]:
+        """What must be the same on all workers, apart from the parameters."""
+        named = [("onebit version", onebit.__version__), ("optimizer", type(self).__name__)]
+        named += [("workers", str(self.comm.size)), ("coefficient rule", repr(self._coeff_rule))]
+        named += [("bias_correction", str(self._bias_correction)), ("transport", self._transport)]
+        named += [("bucket_elements", str(self._bucket_elements))]
+        for i, group in enumerate(self.param_groups):
+            named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
+        return named
+
+    def _prepare(self) -> None:
+        """At the first step: compare the workers, then lay out the state."""
+        params = self._params()
+        self._dtype, self._device = check_parameters(params, self._names())
+        check_same(self.comm, "optimizer settings", self._settings())
+        check_same(self.comm, "parameters", fingerprints(params, self._names()))
+        self._allocate()
+        if self.comm.rank == 0:
+            log.info("kernels: reference (torch, %s; no other back-end is built)", self._device.type)
+
+    def _allocate(self) -> None:
+        params = self._params()
+        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._layout = FlatLayout([p.shape for p in params], self.comm.size, groups, self._bucket_elements)
+        for name in ("momentum", "variance"):
+            self._add_flat(name)
+        for name in ("coeff", "coeff_avg", "coeff_weight"):
+            self._add_layerwise(name, 0.0)
+
+    def _add_flat(self, name: str) -> Tensor:
+        """Add a kind of state with one value per element, zero at first, with a view in every state[p]."""
+        assert self._layout is not None
+        self._flat[name] = self._layout.zeros(self._dtype, self._device)
+        for p, view in zip(self._params(), self._layout.views(self._flat[name]), strict=True):
+            self.state[p][name] = view
+        return self._flat[name]
+
+    def _add_layerwise(self, name: str, value: float) -> Tensor:
+        """Add a kind of state with one value per layer, with a view in every state[p]."""
+        params = self._params()
+        self._layerwise[name] = torch.full((len(params),), value, dtype=self._dtype, device=self._device)
+        for p, view in zip(params, self._layerwise[name].unbind(), strict=True):
+            self.state[p][name] = view
+        return self._layerwise[name]
+
