@@ -67,14 +67,16 @@ def check_parameters(params: Sequence[Tensor], names: Sequence[str]) -> tuple[to
 
 def fingerprints(params: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, str]]:
     """Name -> shape, dtype and a checksum of the values of each parameter, comparable between workers."""
-    return [(name, f"{tuple(p.shape)} {p.dtype}, checksum {checksum(p)}") for name, p in zip(names, params, strict=True)]
+    return [
+        (name, f"{tuple(p.shape)} {p.dtype}, checksum {checksum(p)}") for name, p in zip(names, params, strict=True)
+    ]
 
 
 def checksum(tensor: Tensor) -> str:
     """A position-dependent checksum of the bits of a float32 or float64 tensor, as hexadecimal text."""
     bits = tensor.detach().contiguous().view(-1).view(torch.int32)
     total = 0
-    for part in bits.split(2**22):  # parts bound the memory of the 64-bit copies
+    for part in torch.split(bits, 2**22):  # parts bound the memory of the 64-bit copies
         weights = torch.arange(1, part.numel() + 1, dtype=torch.int64, device=part.device).remainder_(65521)
         total = (total * 1000003 + int((part.long() * (weights + 1)).sum())) % 2**64
     return f"{total:016x}"

@@ -82,7 +82,10 @@ class BucketCodec:
         self.blocks = [len(cuts) for cuts in chunks]
         self._spans = [[(start, start + length) for start, length in cuts] for cuts in chunks]
         self._lengths = [
-            torch.tensor([length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)], device=device)
+            torch.tensor(
+                [length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)],
+                device=device,
+            )
             for cuts in chunks
         ]
         self._whole = sum(int(lengths[:-1].sum()) for lengths in self._lengths)
@@ -172,7 +175,8 @@ class BucketCodec:
         return self._scale(self._norm(x), torch.cat(self._live).sum())
 
     def _norm(self, x: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x, 2 if self.codec.kind == "rms" else 1, dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(x, 2 if self.codec.kind == "rms" else 1, dtype=torch.float64)
+        return norm
 
     def _scale(self, norm: Tensor, live: Tensor) -> Tensor:
         """RMS or mean over the live elements. Without any, norm is 0, or nan if a dead element was not finite."""
@@ -184,13 +188,9 @@ class BucketCodec:
 def _cut(bucket: Bucket, codec: OneBit, chunk: int) -> list[tuple[int, int]]:
     """The blocks of one chunk as (start in the chunk, length), in order, none empty."""
     first, last = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
-    pieces = [
-        (max(layer.start - bucket.start, first), min(layer.stop - bucket.start, last)) for layer in bucket.layers
-    ]
+    pieces = [(max(layer.start - bucket.start, first), min(layer.stop - bucket.start, last)) for layer in bucket.layers]
     pieces = [(start, stop) for start, stop in pieces if stop > start]
     if codec.scale == "bucket":
         return [(pieces[0][0] - first, pieces[-1][1] - pieces[0][0])] if pieces else []
     step = codec.block_elements or bucket.chunk
-    return [
-        (at - first, min(at + step, stop) - at) for start, stop in pieces for at in range(start, stop, step)
-    ]
+    return [(at - first, min(at + step, stop) - at) for start, stop in pieces for at in range(start, stop, step)]

@@ -93,8 +93,8 @@ def ring_all_reduce_bytes(buffer_bytes: int, workers: int) -> int:
 class Solo(Comm):
     """One worker. The same code path as n workers; nothing travels and 0 bytes are counted."""
 
-    rank = 0  # type: ignore[assignment]
-    size = 1  # type: ignore[assignment]
+    rank = 0
+    size = 1
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -125,8 +125,8 @@ class Distributed(Comm):
                 "torch.distributed is not initialised; call init_process_group first, or pass comm=onebit.comm.Solo()"
             )
         self._group = process_group
-        self._rank = dist.get_rank(process_group)
-        self._size = dist.get_world_size(process_group)
+        self._rank: int = dist.get_rank(process_group)
+        self._size: int = dist.get_world_size(process_group)
         if self._rank < 0:
             raise ConfigError("this process is not a member of process_group; pass the group it belongs to")
 
@@ -209,14 +209,17 @@ def check_same(comm: Comm, what: str, mine: Sequence[tuple[str, str]]) -> None:
         MismatchError: names the first difference and the two workers that differ.
     """
 
-
     texts = comm.all_gather_bytes(json.dumps(mine).encode())
     for rank, text in enumerate(texts):
         if text == texts[0]:
             continue
         first, other = json.loads(texts[0]), json.loads(text)
         name, ours, theirs = next(
-            ((a[0], a[1], b[1] if a[0] == b[0] else f"no such entry ({b[0]})") for a, b in zip(first, other, strict=False) if a != b),
+            (
+                (a[0], a[1], b[1] if a[0] == b[0] else f"no such entry ({b[0]})")
+                for a, b in zip(first, other, strict=False)
+                if a != b
+            ),
             ("number of entries", str(len(first)), str(len(other))),
         )
         raise MismatchError(

@@ -1,8 +1,12 @@
-"""`OneBitLamb`: warm-up stage, switch, compressed stage. The arithmetic is in `lamb.py`, the averaging in `exchange.py`."""
+"""`OneBitLamb`: warm-up stage, switch, compressed stage.
+
+The arithmetic is in `lamb.py`, the averaging in `exchange.py`.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -148,6 +152,34 @@ class OneBitLamb(Lamb):
         named += [("variance_floor", str(self._variance_floor))]
         return [*named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
 
+    def _extra_state(self) -> dict[str, Any]:
+        extra = super()._extra_state()
+        if self._exchange is not None:
+            extra["worker_error"] = self._exchange.worker_error
+            extra["server_error"] = self._exchange.server_error
+            extra["alive"] = self._exchange.alive
+            extra["wake_wanted"] = self._exchange.wake_wanted
+        return extra
+
+    def _load_extra_state(self, extra: dict[str, Any]) -> None:
+        super()._load_extra_state(extra)
+        self._exchange = None
+        if extra["stage"] != Stage.COMPRESSED.value:
+            return
+        exchange = self._allocate_compressed()
+        exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
+        exchange.wake_wanted = extra["wake_wanted"]
+        if extra["rank"] == self.comm.rank:
+            exchange.worker_error.copy_(extra["worker_error"])
+            exchange.server_error.copy_(extra["server_error"])
+        else:
+            log.warning(
+                "worker %d loaded the state that worker %d saved: the errors in it belong to another worker and were "
+                "set to zero; save and load on every worker to keep them",
+                self.comm.rank,
+                extra["rank"],
+            )
+
     def _step(self) -> None:
         if self._exchange is not None:
             self._compressed_step(self._exchange)
@@ -160,46 +192,62 @@ class OneBitLamb(Lamb):
         v = self._flat["variance"]
         dead = (v == 0) & (self._flat["momentum"] == 0)
         for run, _, _ in self._runs():
-            lamb.freeze_variance(v[run.slice], run, self._variance_floor)
-        if self._ratio_form != "fixed":
-            self._add_flat("fresh_variance").copy_(v)
-        self._add_layerwise("ratio", 1.0)
-        if self._codec.scale == "bucket":
-            self._set_momentum_scales()
+            lamb.freeze_variance(v[run.slice], dead[run.slice] if self._hold else None, run, self._variance_floor)
         if self._coeff_bias_correction:
             weight = self._layerwise["coeff_weight"]
             self._layerwise["coeff_avg"] /= torch.where(weight > 0, weight, 1.0)
-        self._late = bool((self._layerwise["coeff_weight"] == 0).any())
+        exchange = self._allocate_compressed()
+        if self._ratio_form != "fixed":
+            self._flat["fresh_variance"].copy_(v)
+        if self._codec.scale == "bucket":
+            self._layerwise["momentum_scale"].copy_(self._momentum_scales())
+        if self._scaled_error:
+            self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
+        exchange.set_alive(self._initially_alive(dead))
+        if self.comm.rank == 0:
+            asleep = 0 if exchange.alive is None else int((~exchange.alive).sum())
+            log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
+
+    def _allocate_compressed(self) -> Exchange:
+        """Add the state of the compressed stage, at its neutral values."""
+        assert self._layout is not None
+        if self._ratio_form != "fixed":
+            self._add_flat("fresh_variance")
+        self._add_layerwise("ratio", 1.0)
+        if self._codec.scale == "bucket":
+            self._add_layerwise("momentum_scale", 1.0)
         if self._scaled_error:
             self._add_layerwise("step_size", 0.0)
-            self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
         self._exchange = Exchange(self._layout, self._codec, self.comm, self._dtype, self._device)
-        self._exchange.set_alive(self._initially_alive(dead))
-        if self.comm.rank == 0:
-            asleep = 0 if self._exchange.alive is None else int((~self._exchange.alive).sum())
-            log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
+        self._mask = self._user_mask()
+        self._late = True  # looked up again after the first update
+        return self._exchange
+
+    def _user_mask(self) -> Tensor | None:
+        """The groups' exp_avg_mask: bool [layout.numel], or None where no group has one."""
+        assert self._layout is not None
+        masks = {id(g["params"][0]): g["exp_avg_mask"] for g in self.param_groups if g.get("exp_avg_mask") is not None}
+        if not masks:
+            return None
+        flat = torch.ones(self._layout.numel, dtype=torch.bool, device=self._device)
+        for p, view in zip(self._params(), self._layout.views(flat), strict=True):
+            if id(p) in masks:
+                view.copy_(masks[id(p)].reshape(view.shape) != 0)
+        return flat
 
     def _initially_alive(self, dead: Tensor) -> Tensor:
         """Which elements take part in the exchange: bool [layout.numel]; padding counts as alive."""
         assert self._layout is not None
         alive = torch.ones_like(dead)
-        self._mask: Tensor | None = None
-        for p, view, out in zip(self._params(), self._layout.views(dead), self._layout.views(alive), strict=True):
+        for view, out in zip(self._layout.views(dead), self._layout.views(alive), strict=True):
             out.copy_(~view if self._hold else ~view.all())
-        for group in self.param_groups:
-            if group.get("exp_avg_mask") is not None:
-                self._mask = torch.ones_like(dead) if self._mask is None else self._mask
-                index = next(i for i, p in enumerate(self._params()) if p is group["params"][0])
-                view = self._layout.views(self._mask)[index]
-                view.copy_(group["exp_avg_mask"].reshape(view.shape) != 0)
         return alive if self._mask is None or not self._hold else alive & self._mask
 
-    def _set_momentum_scales(self) -> None:
+    def _momentum_scales(self) -> Tensor:
         assert self._layout is not None
-        momentum = self._flat["momentum"]
-        norms = torch.cat([run.norms(momentum[run.slice]) for run in self._layout.runs])
+        norms = torch.cat([run.norms(self._flat["momentum"][run.slice]) for run in self._layout.runs])
         sizes = torch.tensor([layer.numel for layer in self._layout.layers], dtype=torch.float64, device=self._device)
-        self._add_layerwise("momentum_scale", 1.0).copy_(lamb.momentum_scales(norms, sizes))
+        return lamb.momentum_scales(norms, sizes)
 
     def _scale(self, run: Run) -> Tensor | None:
         """The momentum scales of a run, spread over its elements; None where layers have scales of their own."""
@@ -249,7 +297,7 @@ class OneBitLamb(Lamb):
             self._late = bool((self._layerwise["coeff_weight"] == 0).any())
 
     def _update_run(
-        self, run: Run, x: list[Tensor], hyper: lamb.Hyper, m_new: Tensor, alive: Tensor | None
+        self, run: Run, x: Sequence[Tensor], hyper: lamb.Hyper, m_new: Tensor, alive: Tensor | None
     ) -> None:
         m, v = self._flat["momentum"][run.slice], self._flat["variance"][run.slice]
         layers = {name: values[run.layer_slice] for name, values in self._layerwise.items()}
@@ -260,11 +308,11 @@ class OneBitLamb(Lamb):
             )
         u, norm = lamb.direction(x, m_new, v, run, hyper)
         if fresh is not None:
-            rule = lamb.RatioRule(self._ratio_form, *self._ratio_bounds)
+            rule = lamb.RatioRule(self._ratio_form, *self._ratio_bounds)  # type: ignore[arg-type]
             layers["ratio"].copy_(
                 lamb.next_ratio(m_new, m, v, fresh, layers["ratio"], u, norm, alive, run, hyper, rule)
             )
-        coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:21] not clipped again (DEV-6)
+        coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
         used = coeff
         if self._scaled_error:  # the step size must be known before compression: last step's coefficient (DEV-4)
             used = layers["coeff"].clone()

@@ -37,9 +37,7 @@ class Exchange:
         alive: bool [layout.numel] equal on all workers, or None: no dead elements.
     """
 
-    def __init__(
-        self, layout: FlatLayout, codec: OneBit, comm: Comm, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layout: FlatLayout, codec: OneBit, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self.comm = comm
         self.codecs = [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]

@@ -2,8 +2,8 @@
 
 Each stage is two parts, as the paper writes it: the worker's part before the exchange and everyone's part after it.
 They work on one run (`layout.Run`: the layers of one group in one bucket) and know nothing of other workers; the
-optimizer (`optim.py`) calls them around the exchange. Tags [A1:...] name the lines of Algorithm 1 and are listed in
-docs/paper_map.md; DEV-n are the departures explained in docs/deviations.md.
+optimizer (`compressed.py`) calls them around the exchange. Tags [A1: step] name steps of Algorithm 1 and are listed in
+docs/paper_map.md (only lines 15-21 are known by number); DEV-n are the departures explained in docs/deviations.md.
 
   symbol      name           shape      same on all workers   saved   meaning
   x           x              per layer  yes                   model   parameters
@@ -116,10 +116,20 @@ def warmup_update(
     return coeff
 
 
-def freeze_variance(v: Tensor, run: Run, floor: float) -> None:
-    """Clamp v from below at `floor` times its layer's mean, in place; v then is v_frozen. [A1: T_w] (DEV-3)"""
+def freeze_variance(v: Tensor, held: Tensor | None, run: Run, floor: float) -> None:
+    """Make v the frozen variance, in place. [A1: T_w]
+
+    Args:
+        v: [numel]; clamped from below at `floor` times its layer's mean (DEV-3).
+        held: bool [numel], elements without a gradient so far; they get the mean of the others in their layer, which
+            is what they will be divided by should they come alive (DEV-10). None: there are none.
+    """
+    means = run.means(v)
     if floor:
-        torch.maximum(v, run.spread((floor * run.means(v)).to(v.dtype)), out=v)
+        torch.maximum(v, run.spread((floor * means).to(v.dtype)), out=v)
+    if held is not None:
+        live = run.means((~held).double())
+        v.copy_(torch.where(held, run.spread((means / live.clamp(min=torch.finfo(v.dtype).tiny)).to(v.dtype)), v))
 
 
 def momentum_scales(m_norms: Tensor, sizes: Tensor) -> Tensor:
@@ -165,7 +175,7 @@ def next_ratio(
     hyper: Hyper,
     rule: RatioRule,
 ) -> Tensor:
-    """Rebuild the gradient, refresh the variance (in place), and move the ratio. [A1:15-21]
+    """Rebuild the gradient, refresh the variance (in place), and move the ratio: Algorithm 1, lines 15-21.
 
     Args:
         m_new, m_old: global momentum after and before this step's exchange, [numel].
@@ -177,12 +187,12 @@ def next_ratio(
     Returns:
         The new ratio, [layers].
     """
-    g = (m_new - hyper.beta1 * m_old).div_(1 - hyper.beta1)  # [A1:15] rebuilt gradient
-    refreshed = (hyper.beta2 * v_fresh).addcmul_(g, g, value=1 - hyper.beta2)  # [A1:16] fresh variance
+    g = (m_new - hyper.beta1 * m_old).div_(1 - hyper.beta1)  # [A1:15-21 rebuilt gradient]
+    refreshed = (hyper.beta2 * v_fresh).addcmul_(g, g, value=1 - hyper.beta2)  # [A1:15-21 fresh variance]
     v_fresh.copy_(refreshed if alive is None else torch.where(alive, refreshed, v_fresh))
-    if rule.form == "sqrt":  # [A1:17] as released (DEV-1)
+    if rule.form == "sqrt":  # [A1:15-21 ratio] as released (DEV-1)
         quotient = (v_frozen.sqrt() + hyper.eps) / (v_fresh.sqrt() + hyper.eps)
-    else:  # [A1:17] as printed; 0 / 0 counts as unchanged
+    else:  # [A1:15-21 ratio] as printed; 0 / 0 counts as unchanged
         quotient = torch.where(v_fresh > 0, v_frozen / v_fresh, 1.0)
     if alive is not None:
         quotient = torch.where(alive, quotient, 0.0)
@@ -191,8 +201,8 @@ def next_ratio(
     if hyper.weight_decay:  # blend by the share that the momentum has in the update (DEV-2)
         share = (u_direction_norm / run.norms(u).clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
         raw = (raw * share + (1 - share)).to(ratio.dtype)
-    soft = raw.clamp(ratio * (1 - rule.factor_threshold), ratio * (1 + rule.factor_threshold))  # [A1:18-19]
-    return soft.clamp(rule.factor_min, rule.factor_max)  # [A1:20]
+    soft = raw.clamp(ratio * (1 - rule.factor_threshold), ratio * (1 + rule.factor_threshold))  # [A1:15-21 soft clip]
+    return soft.clamp(rule.factor_min, rule.factor_max)  # [A1:15-21 hard clip]
 
 
 def direction(x: Sequence[Tensor], m: Tensor, v_frozen: Tensor, run: Run, hyper: Hyper) -> tuple[Tensor, Tensor]:
@@ -217,7 +227,7 @@ def prepare_late_layers(
     x: Sequence[Tensor],
     m: Tensor,
     v_frozen: Tensor,
-    v_fresh: Tensor,
+    v_fresh: Tensor | None,
     coeff_avg: Tensor,
     coeff_weight: Tensor,
     run: Run,
@@ -237,7 +247,8 @@ def prepare_late_layers(
     implied = torch.where(late & (run.means(v_frozen) == 0), implied, 0.0)
     spread = run.spread(implied.to(m.dtype))
     v_frozen.copy_(torch.where(spread > 0, spread, v_frozen))
-    v_fresh.copy_(torch.where(spread > 0, spread, v_fresh))
+    if v_fresh is not None:
+        v_fresh.copy_(torch.where(spread > 0, spread, v_fresh))
     u, _ = direction(x, m, v_frozen, run, hyper)
     coeff, defined = trust_ratio(run.norms(x), run.norms(u), rule)
     coeff_avg.copy_(torch.where(late, coeff, coeff_avg))

@@ -12,8 +12,10 @@ zero and belongs to no layer. Everything here is plain integers and torch; nothi
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -60,7 +62,7 @@ class Bucket:
         return self.numel // self.workers
 
     @property
-    def slice(self) -> slice:
+    def slice(self) -> builtins.slice:
         return slice(self.start, self.stop)
 
 
@@ -84,12 +86,12 @@ class Run:
         return self.stop - self.start
 
     @property
-    def slice(self) -> slice:
+    def slice(self) -> builtins.slice:
         """Where this run lies in the flat buffer."""
         return slice(self.start, self.stop)
 
     @property
-    def layer_slice(self) -> slice:
+    def layer_slice(self) -> builtins.slice:
         """Where this run lies in a tensor of one value per layer."""
         return slice(self.first, self.first + len(self.layers))
 
@@ -154,7 +156,7 @@ class FlatLayout:
             raise LayoutError(f"workers is {workers}; a layout needs at least 1")
         if bucket_elements is not None and bucket_elements < 1:
             raise LayoutError(f"bucket_elements is {bucket_elements}; it must be at least 1, or None for one bucket")
-        if len(groups) != len(shapes) or any(a > b for a, b in zip(groups, groups[1:], strict=False)):
+        if len(groups) != len(shapes) or any(a > b for a, b in pairwise(groups)):
             raise LayoutError(f"groups {groups} must give one non-decreasing number for each of {len(shapes)} shapes")
         if sum(prod(shape) for shape in shapes) == 0:
             raise LayoutError("the parameters hold 0 elements together; pass at least one parameter that is not empty")

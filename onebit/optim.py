@@ -66,7 +66,7 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
     params = list(params)
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in params])
     mean_over_workers(flat, comm, check_in("transport", transport, ("fp32", "bf16")))
-    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+    for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
         p.grad = part.view(p.shape).to(p.dtype)
 
 
@@ -146,6 +146,7 @@ class Lamb(torch.optim.Optimizer):
         self._flat: dict[str, Tensor] = {}  # state with one value per element
         self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
         self._steps = self._skipped_steps = 0
+        self._compared = False  # whether the workers were found to agree, since the start or the last load
         self.payload_bytes = 0
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -165,6 +166,62 @@ class Lamb(torch.optim.Optimizer):
         super().add_param_group(param_group)
         check_group(self.param_groups[-1])
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict, with an entry "onebit" that holds what belongs to no single parameter.
+
+        In the compressed stage the errors in it are this worker's own: save one on every worker. Masks that the user
+        gave are not in it.
+        """
+        saved: dict[str, Any] = super().state_dict()
+        saved["param_groups"] = [
+            {key: value for key, value in group.items() if key != "exp_avg_mask"} for group in saved["param_groups"]
+        ]
+        return {**saved, "onebit": self._extra_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state dict that this worker's optimizer saved, with the same number of workers.
+
+        Raises:
+            ConfigError: it was saved by another optimizer, another number of workers, or for other parameters.
+        """
+        extra = state_dict.get("onebit")
+        if extra is None or extra["optimizer"] != type(self).__name__:
+            origin = "another library's optimizer" if extra is None else f"onebit.{extra['optimizer']}"
+            raise ConfigError(f"the state dict was saved by {origin}; {type(self).__name__} loads only its own")
+        if extra["workers"] != self.comm.size:
+            raise ConfigError(
+                f"the state dict was saved by one of {extra['workers']} workers, this run has {self.comm.size}; "
+                "continue with the same number of workers"
+            )
+        masks = [group.get("exp_avg_mask") for group in self.param_groups]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "onebit"})
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            if mask is not None:
+                group["exp_avg_mask"] = mask
+        self._compared = False
+        loaded = dict(self.state)
+        self.state.clear()
+        self._layout = None
+        if loaded:  # else it was saved before the first step
+            self._allocate()
+        self._load_extra_state(extra)
+        for p, values in loaded.items():
+            for name, value in values.items():
+                self.state[p][name].copy_(value)
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {
+            "optimizer": type(self).__name__,
+            "workers": self.comm.size,
+            "rank": self.comm.rank,
+            "stage": self.stage.value,
+            "steps": self._steps,
+            "skipped_steps": self._skipped_steps,
+        }
+
+    def _load_extra_state(self, extra: dict[str, Any]) -> None:
+        self._steps, self._skipped_steps = extra["steps"], extra["skipped_steps"]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all workers together. A collective: every worker calls it equally often."""
@@ -172,7 +229,7 @@ class Lamb(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._layout is None:
+        if not self._compared:
             self._prepare()
         before = self.comm.payload_bytes
         self._step()
@@ -259,7 +316,7 @@ class Lamb(torch.optim.Optimizer):
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
-    def _params(self) -> list[Tensor]:
+    def _params(self) -> list[torch.nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _names(self) -> list[str]:
@@ -271,23 +328,26 @@ class Lamb(torch.optim.Optimizer):
         named = [("onebit version", onebit.__version__), ("optimizer", type(self).__name__)]
         named += [("workers", str(self.comm.size)), ("coefficient rule", repr(self._coeff_rule))]
         named += [("bias_correction", str(self._bias_correction)), ("transport", self._transport)]
-        named += [("bucket_elements", str(self._bucket_elements))]
+        named += [("bucket_elements", str(self._bucket_elements)), ("stage", self.stage.value)]
+        named += [("updates made", str(self._steps))]
         for i, group in enumerate(self.param_groups):
             named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
         return named
 
     def _prepare(self) -> None:
-        """At the first step: compare the workers, then lay out the state."""
-        params = self._params()
-        self._dtype, self._device = check_parameters(params, self._names())
+        """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""
         check_same(self.comm, "optimizer settings", self._settings())
-        check_same(self.comm, "parameters", fingerprints(params, self._names()))
-        self._allocate()
+        check_same(self.comm, "parameters", fingerprints(self._params(), self._names()))
+        self._compared = True
+        if self._layout is None:
+            self._allocate()
         if self.comm.rank == 0:
             log.info("kernels: reference (torch, %s; no other back-end is built)", self._device.type)
 
     def _allocate(self) -> None:
+        """Lay out the flat order and the state of the warm-up stage, all zero."""
         params = self._params()
+        self._dtype, self._device = check_parameters(params, self._names())
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         self._layout = FlatLayout([p.shape for p in params], self.comm.size, groups, self._bucket_elements)
         for name in ("momentum", "variance"):
@@ -310,4 +370,3 @@ class Lamb(torch.optim.Optimizer):
         for p, view in zip(params, self._layerwise[name].unbind(), strict=True):
             self.state[p][name] = view
         return self._layerwise[name]
-

@@ -125,7 +125,9 @@ def run_workers(n: int, fn: Callable[[Comm], T]) -> list[T]:
 
     threads_before = torch.get_num_threads()
     torch.set_num_threads(max(1, threads_before // n))
-    threads = [threading.Thread(target=work, args=(rank,), name=f"onebit-worker-{rank}", daemon=True) for rank in range(n)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"onebit-worker-{rank}", daemon=True) for rank in range(n)
+    ]
     try:
         for thread in threads:
             thread.start()

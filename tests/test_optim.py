@@ -1,0 +1,528 @@
+"""The optimizers as their users meet them: many workers, real autograd, odd parameters, bad values."""
+
+import copy
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from onebit.comm import Comm, Solo
+
+
+def small_model(seed=0):
+    """Embedding, attention-free body, tied shapes of several kinds; the same weights for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.5)
+    return model
+
+
+BUILD = __import__("threading").Lock()  # nn.Linear draws from the global generator, which threads share
+
+
+def train(comm: Comm, make, steps=20, model=small_model, after=lambda t, model, opt: None):
+    """Train on worker-dependent random data; check replicas after every step; return model and optimizer."""
+    with BUILD:
+        net = model()
+    opt = make(net, comm)
+    generator = torch.Generator().manual_seed(100 + comm.rank)
+    teacher = torch.linspace(-1, 1, 18).view(6, 3)
+    for t in range(steps):
+        x = torch.randn(8, 6, generator=generator)
+        loss = ((net(x) - x @ teacher) ** 2).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        check_replicas(comm, net.parameters())
+        after(t, net, opt)
+    return net, opt, float(loss.detach())
+
+
+def check_replicas(comm, params):
+    mine = b"".join(bytes(p.detach().contiguous().view(-1).view(torch.uint8).tolist()) for p in params if p.numel())
+    assert len(set(comm.all_gather_bytes(mine))) == 1
+
+
+def onebit_lamb(freeze_step=5, **settings):
+    settings = {"lr": 0.02, "betas": (0.9, 0.95), **settings}
+    return lambda net, comm: onebit.OneBitLamb(net.named_parameters(), freeze_step=freeze_step, comm=comm, **settings)
+
+
+def flat(params):
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("settings", [{}, onebit.PAPER, {"bucket_elements": 50}, {"error_feedback": "scaled"}], ids=str)
+def test_replicas_stay_equal_and_the_loss_falls(n, settings):
+    losses = onebit.run_workers(n, lambda comm: train(comm, onebit_lamb(10, **settings), 60)[2])
+    before = onebit.run_workers(n, lambda comm: train(comm, onebit_lamb(10, **settings), 1)[2])
+    assert sum(losses) < 0.5 * sum(before)
+
+
+@pytest.mark.parametrize("transport", ["fp32", "bf16"])
+def test_warm_up_is_lamb_to_the_bit(transport):
+    def baseline(net, comm):
+        return onebit.Lamb(net.parameters(), 0.02, betas=(0.9, 0.95), weight_decay=0.1, comm=comm, transport=transport)
+
+    def both(comm):
+        make = onebit_lamb(99, weight_decay=0.1, warmup_transport=transport)
+        one, opt, _ = train(comm, make, 12)
+        other, ref, _ = train(comm, baseline, 12)
+        assert torch.equal(flat(one.parameters()), flat(other.parameters()))
+        assert opt.payload_bytes == ref.payload_bytes > 0
+
+    onebit.run_workers(3, both)
+
+
+def test_solo_equals_one_virtual_worker():
+    one = onebit.run_workers(1, lambda comm: flat(train(comm, onebit_lamb())[0].parameters()))[0]
+    assert torch.equal(one, flat(train(Solo(), onebit_lamb())[0].parameters()))
+
+
+def test_float64_trains_too():
+    def work(comm):
+        net, opt, _ = train_double(comm)
+        assert all(value.dtype == torch.float64 for state in opt.state.values() for value in state.values())
+        return net
+
+    def train_double(comm):
+        with BUILD:
+            net = small_model().double()
+        opt = onebit_lamb()(net, comm)
+        for _ in range(10):
+            opt.zero_grad()
+            (net(torch.ones(2, 6, dtype=torch.float64) * (comm.rank + 1)) ** 2).sum().backward()
+            opt.step()
+            check_replicas(comm, net.parameters())
+        return net, opt, 0
+
+    onebit.run_workers(2, work)
+
+
+def test_payload_falls_sixteenfold_at_the_switch():
+    seen = []
+
+    def work(comm):
+        p = nn.Parameter(torch.ones(40_000))
+        opt = onebit.OneBitLamb([p], freeze_step=2, warmup_transport="bf16", comm=comm)
+        for _ in range(4):
+            before = opt.payload_bytes
+            p.grad = torch.ones_like(p)
+            opt.step()
+            seen.append((comm.rank, opt.payload_bytes - before))
+
+    onebit.run_workers(2, work)
+    mine = [count for rank, count in seen if rank == 0]
+    message = 4 + 4 + 40_000 // 2 // 8  # header, one scale, bits of one chunk
+    assert mine == [2 * 40_000, 2 * 40_000, 2 * message, 2 * message]  # 2 (n-1)/n x 2 bytes; (n-1) messages, twice
+
+
+# -- elements that never had a gradient ---------------------------------------------------------------------
+
+
+def embedding_run(comm, rows_by_step, settings, rows=8):
+    """An embedding of which worker w sees the rows that rows_by_step(t)[w] names; returns the weights per step."""
+    p = nn.Parameter(torch.arange(1, rows * 4 + 1).float().view(rows, 4) / 10)
+    q = nn.Parameter(torch.ones(5))
+    opt = onebit.OneBitLamb([p, q], lr=0.01, betas=(0.9, 0.95), comm=comm, **settings)
+    history = [p.detach().clone()]
+    generator = torch.Generator().manual_seed(comm.rank)
+    for t in range(len(rows_by_step)):
+        p.grad = torch.zeros_like(p)
+        for row in rows_by_step[t][comm.rank % 2]:
+            p.grad[row] = torch.randn(4, generator=generator)
+        q.grad = torch.randn(5, generator=generator)
+        opt.step()
+        check_replicas(comm, [p, q])
+        history.append(p.detach().clone())
+    return history, opt
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("codec", [onebit.OneBit(), onebit.OneBit(scale="bucket"), onebit.OneBit("block", 8)], ids=str)
+def test_unused_rows_stay_exactly_and_move_once_their_token_appears(n, codec):
+    """Rows 5-7 are unused; row 6 first appears on one worker long after the switch."""
+    plan = [([0, 1, 2], [2, 3, 4])] * 40
+    plan[25] = ([0, 6], [1]) if n > 1 else ([0, 6], [0, 6])
+
+    def work(comm):
+        history, _ = embedding_run(comm, plan, {"freeze_step": 10, "codec": codec})
+        unused = torch.tensor([5, 7])
+        for now in history:
+            assert torch.equal(now[unused], history[0][unused])
+        for now in history[:26]:
+            assert torch.equal(now[6], history[0][6])
+        assert not torch.equal(history[30][6], history[0][6])
+        moved = (history[-1] - history[25]).abs().amax(1)
+        assert moved[6] < 2 * moved[:5].max()  # not stepped further than rows that are in use
+        for row in range(3):
+            assert not torch.equal(history[-1][row], history[11][row])
+
+    onebit.run_workers(n, work)
+
+
+def test_weight_decay_still_applies_to_unused_rows():
+    def work(comm):
+        plan = [([0, 1], [1, 2])] * 20
+        history, _ = embedding_run(comm, plan, {"freeze_step": 5, "weight_decay": 0.1})
+        assert (history[-1][7] < history[0][7]).all()
+        torch.testing.assert_close(history[-1][7] / history[0][7], (history[-1][7] / history[0][7])[:1].expand(4))
+
+    onebit.run_workers(2, work)
+
+
+def test_the_first_gradient_of_a_waking_element_is_not_lost():
+    """It waits in the worker error for one step, then takes part."""
+    plan = [([0, 1], [1, 2])] * 10
+    plan[6] = ([0, 1, 5], [1])
+
+    def work(comm):
+        _, opt = embedding_run(comm, plan[:7], {"freeze_step": 5})
+        held = opt._exchange.worker_error.view(-1)[20:24].clone()
+        return held, opt._exchange.wake_wanted
+
+    (first, wanted), (second, also) = onebit.run_workers(2, work)
+    assert wanted
+    assert also
+    assert first.ne(0).all()
+    assert second.eq(0).all()
+
+
+def test_user_mask_holds_momentum_at_zero():
+    def work(comm, dead_elements):
+        p = nn.Parameter(torch.ones(12))
+        mask = (torch.arange(12) < 8).float()
+        opt = onebit.OneBitLamb(
+            [{"params": [p], "exp_avg_mask": mask}], lr=0.1, freeze_step=3, comm=comm, dead_elements=dead_elements
+        )
+        for t in range(12):
+            before = p.detach().clone()
+            p.grad = torch.ones(12) * (comm.rank + 1)
+            opt.step()
+            if t >= 3:
+                assert torch.equal(p[8:], before[8:])
+                assert not torch.equal(p[:8], before[:8])
+        assert opt.state_dict()["param_groups"][0].keys() & {"exp_avg_mask"} == set()
+
+    for dead_elements in ("hold", "exchange"):
+        onebit.run_workers(2, lambda comm, d=dead_elements: work(comm, d))
+
+
+def test_attention_key_bias_stays_small():
+    """Its true gradient is zero (softmax does not see it); one bit must not walk it away. A long compressed run."""
+    width, steps = 8, 300
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(width, 3 * width)
+            self.out = nn.Linear(width, width)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return self.out((q @ k.transpose(-1, -2) / width**0.5).softmax(-1) @ v)
+
+    def work(comm, floor):
+        with BUILD:
+            torch.manual_seed(3)
+            net = Attention()
+            nn.init.zeros_(net.qkv.bias)
+        opt = onebit.OneBitLamb(net.parameters(), 0.02, 40, (0.9, 0.98), variance_floor=floor, comm=comm)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(steps):
+            x = torch.randn(4, 6, width, generator=generator)
+            opt.zero_grad()
+            ((net(x) - x.roll(1, 1)) ** 2).mean().backward()
+            opt.step()
+        bias = net.qkv.bias.detach().view(3, width)
+        return float(bias[1].norm()), float(bias[[0, 2]].norm())
+
+    key, others = onebit.run_workers(4, lambda comm: work(comm, 0.01))[0]
+    bare_key, _ = onebit.run_workers(4, lambda comm: work(comm, 0.0))[0]
+    assert key < 0.2 * others
+    assert bare_key > 5 * key
+
+
+# -- steps that cannot be taken, layers that are not there -------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("when", [2, 8], ids=["warm-up", "compressed"])
+@pytest.mark.parametrize("settings", [{}, onebit.PAPER], ids=["default", "paper"])
+def test_a_bad_gradient_on_one_worker_is_as_if_the_step_never_was(bad, when, settings):
+    def work(comm, poison):
+        with BUILD:
+            net = small_model()
+        opt = onebit_lamb(5, **settings)(net, comm)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for t in range(14):
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            if poison and t == when:
+                kept = [p.grad for p in net.parameters()]
+                for p in net.parameters():
+                    p.grad = torch.ones_like(p)
+                if comm.rank == 1:
+                    next(net.parameters()).grad[0, 3] = bad
+                opt.step()
+                for p, grad in zip(net.parameters(), kept, strict=True):
+                    p.grad = grad
+            opt.step()
+        assert opt.stats()["skipped_steps"] == int(poison)
+        assert opt.stats()["step"] == 14
+        return flat(net.parameters()), opt._exchange.worker_error, opt._exchange.server_error
+
+    clean = onebit.run_workers(3, lambda comm: work(comm, False))
+    poisoned = onebit.run_workers(3, lambda comm: work(comm, True))
+    for ours, theirs in zip(clean, poisoned, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, onebit.PAPER], ids=["default", "paper"])
+def test_odd_layers_neither_crash_nor_desynchronise(settings):
+    """A silent layer, an empty one, a scalar, one with gradients on one worker only, one that starts late."""
+
+    def work(comm):
+        named = {
+            "silent": torch.ones(7),
+            "empty": torch.ones(0, 3),
+            "scalar": torch.tensor(2.0),
+            "partial": torch.ones(3, 3),
+            "late": torch.ones(5),
+            "late from zero": torch.zeros(4),
+            "busy": torch.ones(11),
+        }
+        params = {name: nn.Parameter(value.clone()) for name, value in named.items()}
+        opt = onebit.OneBitLamb(params.items(), lr=0.01, freeze_step=5, weight_decay=0.01, comm=comm, **settings)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for t in range(40):
+            for name, p in params.items():
+                late = name.startswith("late") and t < 20
+                absent = name == "partial" and comm.rank != 1
+                p.grad = None if name == "silent" or late or absent else torch.randn(p.shape, generator=generator) + 1
+            opt.step()
+            check_replicas(comm, params.values())
+            assert all(torch.isfinite(p).all() for p in params.values())
+            if t < 19:
+                assert torch.equal(params["late"], torch.ones(5))
+        assert torch.equal(params["silent"], torch.ones(7))
+        for name in ("scalar", "partial", "late", "late from zero", "busy"):
+            assert not torch.equal(params[name].detach(), named[name])
+            assert (params[name] - named[name]).abs().max() < 2, name
+
+    onebit.run_workers(2, work)
+
+
+def test_a_layer_clamped_to_coefficient_one_goes_on_after_the_switch():
+    p = nn.Parameter(torch.full((4,), 100.0))
+    opt = onebit.OneBitLamb([p], lr=0.01, freeze_step=3, max_coeff=1.0)
+    for _ in range(6):
+        p.grad = torch.ones(4)
+        before = p.detach().clone()
+        opt.step()
+        assert (p < before).all()
+
+
+# -- what torch expects ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [3, 5, 9], ids=["warm-up", "switch", "compressed"])
+@pytest.mark.parametrize(
+    "settings", [{}, onebit.PAPER, {"error_feedback": "scaled"}], ids=["default", "paper", "scaled"]
+)
+def test_a_loaded_state_dict_continues_to_the_bit(cut, settings, tmp_path):
+    def gradients(net, t, rank):
+        generator = torch.Generator().manual_seed(1000 * t + rank)
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+
+    def work(comm):
+        with BUILD:
+            net, again = small_model(), small_model(1)
+        opt = onebit_lamb(5, **settings)(net, comm)
+        for t in range(14):
+            if t == cut:
+                path = tmp_path / f"{comm.rank}.pt"
+                torch.save({"model": net.state_dict(), "opt": opt.state_dict()}, path)
+            gradients(net, t, comm.rank)
+            opt.step()
+        saved = torch.load(path, weights_only=True)
+        again.load_state_dict(saved["model"])
+        other = onebit_lamb(5, **settings)(again, comm)
+        other.load_state_dict(saved["opt"])
+        for t in range(cut, 14):
+            gradients(again, t, comm.rank)
+            other.step()
+        assert torch.equal(flat(net.parameters()), flat(again.parameters()))
+        assert other.stats()["step"] == opt.stats()["step"]
+
+    onebit.run_workers(3, work)
+
+
+def test_foreign_states_are_refused_or_named(caplog):
+    p = nn.Parameter(torch.ones(3))
+    opt = onebit.OneBitLamb([p], freeze_step=1)
+    with pytest.raises(onebit.ConfigError, match="another library"):
+        opt.load_state_dict(torch.optim.SGD([p]).state_dict())
+    with pytest.raises(onebit.ConfigError, match=r"onebit\.Lamb"):
+        opt.load_state_dict(onebit.Lamb([p]).state_dict())
+
+    def save(comm):
+        q = nn.Parameter(torch.ones(30))
+        mine = onebit.OneBitLamb([q], freeze_step=1, comm=comm)
+        for _ in range(3):
+            q.grad = torch.arange(30.0) * (comm.rank + 1)
+            mine.step()
+        return copy.deepcopy(mine.state_dict())
+
+    states = onebit.run_workers(2, save)
+    with pytest.raises(onebit.ConfigError, match="one of 2 workers, this run has 1"):
+        opt.load_state_dict(states[0])
+
+    def load(comm):
+        q = nn.Parameter(torch.ones(30))
+        mine = onebit.OneBitLamb([q], freeze_step=1, comm=comm)
+        mine.load_state_dict(states[0])
+        return float(mine._exchange.worker_error.norm())
+
+    with caplog.at_level(logging.WARNING, "onebit"):
+        norms = onebit.run_workers(2, load)
+    assert norms[0] > 0
+    assert norms[1] == 0
+    assert "worker 1 loaded the state that worker 0 saved" in caplog.text
+
+
+def test_groups_closure_scheduler_and_late_groups():
+    a, b, c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    opt = onebit.OneBitLamb([{"params": [a], "lr": 0.5}, {"params": [b]}], lr=0.1, freeze_step=2)
+    opt.add_param_group({"params": [c], "weight_decay": 0.2})
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+
+    def closure():
+        opt.zero_grad()
+        loss = (a * b * c).sum()
+        loss.backward()
+        return loss
+
+    assert float(opt.step(closure)) == 3.0
+    schedule.step()
+    assert [group["lr"] for group in opt.param_groups] == [0.25, 0.05, 0.05]
+    moved = [float((1 - p).abs().max()) for p in (a, b)]
+    assert moved[0] == pytest.approx(5 * moved[1], rel=1e-5)
+    with pytest.raises(onebit.ConfigError, match="after the first step"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_lr_may_be_a_tensor():
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for x, lr in [(p, 0.1), (q, torch.tensor(0.1, dtype=torch.float64))]:
+        opt = onebit.OneBitLamb([x], lr=lr, freeze_step=1)
+        for _ in range(3):
+            x.grad = torch.ones(3)
+            opt.step()
+    assert torch.equal(p, q)
+
+
+def test_non_contiguous_parameters_are_updated_in_place():
+    p = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    q = nn.Parameter(torch.arange(12.0).view(3, 4).t().contiguous())
+    for x in (p, q):
+        opt = onebit.OneBitLamb([x], lr=0.1, freeze_step=2)
+        for t in range(5):
+            x.grad = torch.arange(12.0).view(4, 3) - 4 + t
+            opt.step()
+    assert not p.is_contiguous()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"freeze_step": 0}, "freeze_step is 0"),
+        ({"freeze_step": 2.5}, "whole number"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"betas": (0.9, 1.0)}, r"each in \[0, 1\)"),
+        ({"betas": (0.9,)}, "there must be two"),
+        ({"eps": -1e-8}, "eps is"),
+        ({"weight_decay": -0.1}, "weight_decay is"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff, max_coeff"),
+        ({"coeff_beta": 1.0}, "coeff_beta is 1.0"),
+        ({"factor_min": 5.0}, "factor_min, factor_max"),
+        ({"factor_threshold": 1.0}, "factor_threshold"),
+        ({"ratio": "sqr"}, "'sqrt', 'variance', 'fixed'"),
+        ({"error_feedback": "none"}, "'unscaled', 'scaled'"),
+        ({"dead_elements": "skip"}, "'hold', 'exchange'"),
+        ({"variance_floor": 1.0}, "variance_floor is 1.0"),
+        ({"warmup_transport": "fp16"}, "'fp32', 'bf16'"),
+        ({"bucket_elements": 0}, "bucket_elements is 0"),
+    ],
+)
+def test_impossible_settings_are_named(settings, words):
+    settings = {"freeze_step": 10, **settings}
+    with pytest.raises(onebit.ConfigError, match=words):
+        onebit.OneBitLamb([nn.Parameter(torch.ones(2))], **settings)
+
+
+def test_masks_and_parameters_that_cannot_be_used_are_named():
+    two = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    with pytest.raises(onebit.ConfigError, match="group of its own"):
+        onebit.OneBitLamb([{"params": two, "exp_avg_mask": torch.ones(2)}])
+    with pytest.raises(onebit.ConfigError, match="has 3 elements"):
+        onebit.OneBitLamb([{"params": two[:1], "exp_avg_mask": torch.ones(3)}])
+    half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    half.grad = torch.ones_like(half)
+    with pytest.raises(onebit.ConfigError, match=r"torch\.bfloat16.*autocast"):
+        onebit.Lamb([half]).step()
+
+
+@pytest.mark.parametrize(
+    ("differ", "words"),
+    [
+        (lambda rank: ([torch.ones(3), torch.ones(2 + rank)], {}), r"parameter 1 is \(2,\)"),
+        (lambda rank: ([torch.ones(3), torch.ones(2) + rank], {}), "parameter 1 .*checksum"),
+        (
+            lambda rank: ([torch.ones(3)], {"lr": 0.1 * (rank + 1)}),
+            "lr of group 0 is 0.1 on worker 0 and 0.2 on worker 1",
+        ),
+        (lambda rank: ([torch.ones(3)], {"freeze_step": 5 + rank}), "freeze_step is 5"),
+        (lambda rank: ([torch.ones(3)] * (1 + rank), {}), "number of entries is 1"),
+    ],
+)
+def test_workers_that_differ_are_all_told_the_first_difference(differ, words):
+    errors = []
+
+    def work(comm):
+        tensors, settings = differ(comm.rank)
+        params = [nn.Parameter(x.clone()) for x in tensors]
+        opt = onebit.OneBitLamb(params, comm=comm, **{"freeze_step": 5, **settings})
+        try:
+            opt.step()
+        except onebit.MismatchError as error:
+            errors.append(str(error))
+
+    onebit.run_workers(2, work)
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+    assert __import__("re").search(words, errors[0]), errors[0]
+
+
+def test_public_surface_is_sorted_and_complete():
+    public = {name for name in vars(onebit) if not name.startswith("_")}
+    modules = {name for name in public if type(getattr(onebit, name)).__name__ == "module"}
+    assert set(onebit.__all__) == public - modules
+    assert list(onebit.__all__) == sorted(
+        onebit.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name)
+    )
+
+
+def test_codec_settings_survive_pickle():
+    codec = onebit.OneBit("block", 64, "mean", 1.3)
+    assert pickle.loads(pickle.dumps(codec)) == codec

@@ -1,0 +1,222 @@
+"""Training runs end to end, with virtual workers and alone; tiny models on the default text."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import BertForMaskedLM, BertTokenizerFast, PreTrainedTokenizerFast
+
+import onebit
+from onebit.comm import Comm, Solo
+from onebit.errors import ConfigError, MismatchError
+from onebit.job import Job, build_model, lr_factor
+from onebit.recipe import OPTIMIZERS, Recipe, parse, resolve
+from onebit.report import Display, Output, Summary, check_out, read_metrics, read_summary
+from onebit.text import prepare
+from onebit.train import run, run_alone, run_virtual
+
+CPU = torch.device("cpu")
+TINY = {
+    "model": {"vocab_size": 300, "hidden_size": 32, "layers": 1, "heads": 2},
+    "data": {"sequence_length": 32, "eval_windows": 40},
+    "optimizer": {"freeze_step": 4, "lr": 0.02},
+    "train": {"steps": 12, "micro_batch": 4, "workers": 2, "log_every": 1, "eval_every": 6},
+}
+
+
+def tiny(**overrides: Any) -> Recipe:
+    """The tiny recipe; `train__steps=3` sets train.steps."""
+    return parse(TINY, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def silent() -> Display:
+    return Display(Console(), quiet=True)
+
+
+def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_s")} for line in lines]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+    out = tmp_path_factory.mktemp("train") / "out"
+    return out, run_virtual(tiny(), out, silent())
+
+
+def test_a_run_leaves_metrics_summary_and_model(done: tuple[Path, Summary]) -> None:
+    out, summary = done
+    assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "model", "summary.json"]
+    assert not out.with_name("out.partial").exists()
+    lines = read_metrics(out / "metrics.jsonl")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["stage"] for line in steps] == 4 * ["warmup"] + 8 * ["compressed"]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [6, 12]
+    assert sum(line["payload_bytes"] for line in steps) == steps[-1]["payload_total"] == summary.payload_bytes
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert read_summary(out) == summary
+    assert json.loads((out / "summary.json").read_text())["recipe"]["train"]["workers"] == 2
+
+
+def test_the_shares_of_16_bit_are_what_was_counted(done: tuple[Path, Summary]) -> None:
+    out, summary = done
+    whole = 2 * summary.parameters  # two workers: 2 (n - 1) / n = 1, times 2 bytes
+    steps = [line for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+    compressed = [line["payload_bytes"] for line in steps if line["stage"] == "compressed"]
+    assert summary.share_of_16bit == pytest.approx(summary.payload_bytes / (12 * whole))
+    assert summary.compressed_share_of_16bit == pytest.approx(sum(compressed) / (8 * whole))
+    assert summary.compressed_share_of_16bit < 1 / 12
+
+
+def test_the_model_loads_and_gives_the_loss_that_was_reported(done: tuple[Path, Summary]) -> None:
+    out, summary = done
+    model = BertForMaskedLM.from_pretrained(out / "model")
+    corpus = prepare(tiny(), Solo())
+    with torch.no_grad():
+        loss = model(input_ids=corpus.held_out, labels=corpus.held_out_labels).loss
+    assert loss.item() == pytest.approx(summary.eval_loss, abs=1e-4)
+    for kind in (PreTrainedTokenizerFast, BertTokenizerFast):
+        tokenizer = kind.from_pretrained(out / "model")
+        ids = tokenizer("The class statement", add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == "the class statement"
+        assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (0, 4)
+    assert len(tokenizer) == model.config.vocab_size == corpus.vocab_size
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(done: tuple[Path, Summary], tmp_path: Path) -> None:
+    out, _ = done
+    run_virtual(tiny(), tmp_path / "again", silent())
+    run_virtual(tiny(train__seed=1), tmp_path / "other", silent())
+    first, again, other = (
+        timeless(read_metrics(p / "metrics.jsonl")) for p in (out, tmp_path / "again", tmp_path / "other")
+    )
+    assert first == again
+    assert all(a["loss"] != b["loss"] for a, b in zip(first, other, strict=True) if "loss" in a)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_learns_alone(name: str, tmp_path: Path) -> None:
+    recipe = tiny(optimizer__name=name, train__steps=8, train__accumulation=2, train__lr_warmup=0)
+    summary = run_alone(recipe, tmp_path / "out", silent())
+    steps = [line for line in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in line]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
+    assert summary.payload_bytes == 0
+    assert summary.share_of_16bit is None
+    assert summary.workers == 1
+    expected = {"warmup", "compressed"} if recipe.one_bit else {"uncompressed"}
+    assert set(summary.samples_per_s) == expected
+
+
+def test_the_paper_preset_reaches_the_optimizer() -> None:
+    default, paper = (
+        Job(resolve(tiny(optimizer__preset=preset))[0], Solo(), CPU, prepare(tiny(), Solo())).optimizer
+        for preset in ("default", "paper")
+    )
+    assert default._variance_floor > 0 == paper._variance_floor
+
+
+def test_weight_decay_spares_biases_and_layer_norms() -> None:
+    job = Job(resolve(tiny(optimizer__weight_decay=0.5))[0], Solo(), CPU, prepare(tiny(), Solo()))
+    decayed, spared = job.optimizer.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
+    assert all(p.ndim == 1 for p in spared["params"])
+    assert sum(p.numel() for g in job.optimizer.param_groups for p in g["params"]) == sum(
+        p.numel() for p in job.model.parameters()
+    )
+
+
+def test_the_held_out_loss_does_not_depend_on_the_number_of_workers() -> None:
+    recipe = resolve(tiny())[0]
+
+    def loss(comm: Comm) -> float:
+        return Job(recipe, comm, CPU, prepare(recipe, comm)).evaluate()
+
+    for workers in (1, 2, 3):
+        losses = onebit.run_workers(workers, loss)
+        assert len(set(losses)) == 1
+        assert losses[0] == pytest.approx(loss(Solo()), rel=1e-6)
+
+
+def test_all_workers_start_from_the_same_weights_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    recipe = resolve(tiny())[0]
+    models = onebit.run_workers(3, lambda _: build_model(recipe, 300, CPU))
+    for model in models[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), model.parameters(), strict=True))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_dropout_can_be_repeated_alone_and_is_refused_with_virtual_workers(tmp_path: Path) -> None:
+    recipe = tiny(model__dropout=0.1, train__steps=6)
+    first, second = (run_alone(recipe, tmp_path / name, silent()).eval_loss for name in "ab")
+    assert first == second
+    with pytest.raises(ConfigError, match=r"dropout is 0\.1; virtual workers share"):
+        run_virtual(recipe, tmp_path / "c", silent())
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["lamb", "onebit-lamb", "adamw"])
+def test_a_run_that_goes_to_nan_is_stopped_with_the_reason(name: str, tmp_path: Path) -> None:
+    recipe = tiny(optimizer__name=name, optimizer__lr=1e30, optimizer__lr_for={}, train__steps=40, train__lr_warmup=0)
+    with pytest.raises(ConfigError, match=r"has not been finite for 20 steps.*lower optimizer\.lr"):
+        run_virtual(recipe, tmp_path / "out", silent())
+    assert not (tmp_path / "out").exists()
+
+
+def test_workers_with_different_recipes_are_told_the_first_difference(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        run(tiny(train__micro_batch=4 + comm.rank), comm, CPU, tmp_path / "out", silent())
+
+    with pytest.raises(MismatchError, match=r"train\.micro_batch is 4 on worker 0 and 5 on worker 1"):
+        onebit.run_workers(2, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_is_too_short_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokens"):
+        run_virtual(tiny(data__sequence_length=100_000), tmp_path / "out", silent())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+def test_the_learning_rate_rises_to_its_peak_and_never_exceeds_it(decay: str) -> None:
+    recipe = tiny(train__steps=50, train__lr_warmup=10, train__lr_decay=decay)
+    factors = [lr_factor(recipe, step) for step in range(50)]
+    assert factors[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert max(factors) == 1
+    assert min(factors) > 0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert math.isclose(factors[-1], {"linear": 1 / 40, "cosine": 0.00154, "constant": 1}[decay], rel_tol=0.01)
+
+
+def test_an_output_folder_with_something_in_it_is_kept_unless_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    check_out(out, overwrite=False)
+    out.mkdir()
+    check_out(out, overwrite=False)
+    (out / "mine").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        check_out(out, overwrite=False)
+    check_out(out, overwrite=True)
+    output = Output(out)
+    output.create()
+    assert (out / "mine").exists()
+    output.publish()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert list(out.iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        check_out(tmp_path / "file", overwrite=True)
