@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onebit.errors import ConfigError
-from onebit.kernels import pack_signs, unpack_signs
+from onebit.kernels import pack_signs, spread, unpack_signs
 from onebit.layout import Bucket
 
 MAX_MULTIPLIER = 1.6  # 1.7 diverged on heavy tails in our measurements; the residual is no longer contracted
@@ -82,15 +82,10 @@ class BucketCodec:
         self.blocks = [len(cuts) for cuts in chunks]
         self._spans = [[(start, start + length) for start, length in cuts] for cuts in chunks]
         self._lengths = [
-            torch.tensor(
-                [length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)],
-                device=device,
-            )
-            for cuts in chunks
-        ]
-        self._whole = sum(int(lengths[:-1].sum()) for lengths in self._lengths)
-        self.alive: Tensor | None = None
-        self._live = [lengths[:-1].double() for lengths in self._lengths]
+            [length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)] for cuts in chunks
+        ]  # the padding comes last
+        self._device = device
+        self.set_alive(None)
         item = torch.empty((), dtype=dtype).element_size()
         self._head = item * (1 + max(self.blocks))
         self.message_bytes = -(-(self._head + bucket.chunk // 8) // item) * item
@@ -103,7 +98,8 @@ class BucketCodec:
         """
         self.alive = alive
         if alive is None:
-            self._live = [lengths[:-1].double() for lengths in self._lengths]
+            counts = [lengths[:-1] for lengths in self._lengths]
+            self._live = [torch.tensor(count, dtype=torch.float64, device=self._device) for count in counts]
             return
         rows = alive.view(self.bucket.workers, -1)
         self._live = [
@@ -146,7 +142,7 @@ class BucketCodec:
         scales = torch.cat([self.scales(message, chunk), torch.zeros(1, dtype=self.dtype, device=message.device)])
         bits = message[self._head : self._head + self.bucket.chunk // 8]
         out = unpack_signs(bits, self.dtype)
-        out *= torch.repeat_interleave(scales, self._lengths[chunk], output_size=self.bucket.chunk)
+        out *= spread(scales, self._lengths[chunk])
         if self.alive is not None:
             out *= self.alive.view(self.bucket.workers, -1)[chunk]
         return out

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm, Pending
-from onebit.kernels.reference import pack_bits, unpack_bits
+from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Bucket, FlatLayout
 
 

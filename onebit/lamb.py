@@ -97,7 +97,7 @@ def warmup_update(
     Returns:
         The coefficients used, [layers].
     """
-    m.mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)  # [A1: momentum]
+    m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))  # [A1: momentum]
     v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)  # [A1: variance]
     u = m / v.sqrt().add_(hyper.eps)  # [A1: update direction]
     u_norm = run.norms(u)
@@ -158,7 +158,7 @@ def local_momentum(m: Tensor, g: Tensor, beta1: float, scale: Tensor | None) -> 
     Returns:
         scale * (beta1 * m + (1 - beta1) * g), in the memory of `g`.
     """
-    g.mul_(1 - beta1).add_(m, alpha=beta1)
+    g.mul_(1 - beta1).add_(m * beta1)  # each operation rounded by itself, as faster kernels do it
     return g if scale is None else g.mul_(scale)
 
 

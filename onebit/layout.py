@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from onebit.errors import LayoutError
+from onebit.kernels import spread
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Run:
         self.stop = self.layers[-1].stop
         self.group = self.layers[0].group
         self.first = self.layers[0].index
-        self._lengths: dict[torch.device, Tensor] = {}
+        self._lengths = [layer.numel for layer in self.layers]
 
     @property
     def numel(self) -> int:
@@ -125,9 +126,7 @@ class Run:
 
     def spread(self, values: Tensor) -> Tensor:
         """Repeat each layer's value over its elements: [layers] -> [numel]."""
-        if values.device not in self._lengths:
-            self._lengths[values.device] = torch.tensor([a.numel for a in self.layers], device=values.device)
-        return torch.repeat_interleave(values, self._lengths[values.device], output_size=self.numel)
+        return spread(values, self._lengths)
 
 
 class FlatLayout:

@@ -6,23 +6,26 @@ are both 1 and nan is 0. This is the only place that decides a sign.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-
-def _weights(device: torch.device) -> Tensor:
-    return torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=device)
+# Multiplying a little-endian word of eight 0/1 bytes b0..b7 by this puts b_i at bit 63 - i; no two products of a byte
+# and a bit of the factor meet in one place, so nothing is carried into the top byte.
+_GATHER = 0x8040201008040201 - 2**64
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack booleans, [..., 8 k] -> uint8 [..., k]; the first is the most significant bit."""
-    octets = bits.view(*bits.shape[:-1], -1, 8)
-    return (octets * _weights(bits.device)).sum(-1, dtype=torch.uint8)
+    """Pack booleans, [..., 8 k] contiguous -> uint8 [..., k]; the first is the most significant bit."""
+    words = bits.view(torch.uint8).view(torch.int64)
+    return (words * _GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """Invert `pack_bits`: uint8 [..., k] -> bool [..., 8 k]."""
-    return (packed.unsqueeze(-1) & _weights(packed.device)).ne(0).flatten(-2)
+    return unpack_signs(packed, torch.float32) > 0
 
 
 def pack_signs(x: Tensor) -> Tensor:
@@ -32,4 +35,20 @@ def pack_signs(x: Tensor) -> Tensor:
 
 def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [..., k] -> [..., 8 k] of +1 and -1 in `dtype`."""
-    return unpack_bits(packed).to(dtype).mul_(2).sub_(1)
+    return _sign_table(dtype, packed.device).index_select(0, packed.int().view(-1)).view(*packed.shape[:-1], -1)
+
+
+@functools.cache
+def _sign_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256, 8]: the signs in each byte."""
+    places = torch.arange(7, -1, -1, device=device)
+    bits = (torch.arange(256, device=device).unsqueeze(1) >> places) & 1
+    return (2 * bits - 1).to(dtype)
+
+
+def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Repeat values[i] lengths[i] times: [k] -> [sum of lengths]."""
+    out = values.new_empty(sum(lengths))
+    for part, value in zip(torch.split(out, list(lengths)), values.unbind(), strict=True):
+        part.fill_(value)
+    return out

@@ -1,0 +1,225 @@
+"""The commands of `onebit`: train, compare, info."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from onebit.compare import compare as compare_optimizers
+from onebit.compare import recipes_for
+from onebit.errors import ConfigError, OnebitError
+from onebit.job import versions
+from onebit.launch import Interrupted, perform
+from onebit.recipe import OPTIMIZERS, Recipe, load, parse, resolve
+from onebit.report import check_out, comparison_table, summary_table
+from onebit.text import text_files
+from onebit.train import check_virtual, choose_device
+
+app = typer.Typer(
+    help="Training over slow networks: optimizers whose workers exchange one bit per parameter.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeFile = Annotated[Path | None, typer.Argument(help="TOML file; without it, the built-in small recipe.")]
+Text = Annotated[
+    list[str] | None, typer.Option(help="UTF-8 files or folders; by default Python's own documentation topics.")
+]
+Workers = Annotated[int | None, typer.Option(help="Processes to start on this machine.")]
+Virtual = Annotated[int | None, typer.Option(help="Workers as threads of this process instead.")]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps.")]
+MicroBatch = Annotated[int | None, typer.Option(help="Windows of text per worker, forward and backward at once.")]
+FreezeStep = Annotated[
+    str | None, typer.Option(help="Full-precision updates before the compressed stage; below 1, a share of the run.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of weights, order and masks.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show errors only.")]
+
+
+@app.command()
+def train(
+    recipe: RecipeFile = None,
+    text: Text = None,
+    workers: Workers = None,
+    virtual: Virtual = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = None,
+    steps: Steps = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    freeze_step: FreezeStep = None,
+    micro_batch: MicroBatch = None,
+    seed: Seed = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in runs/.")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Pre-train a BERT on text with one optimizer."""
+    with _clear_errors():
+        own: dict[str, Any] = {
+            "optimizer.name": optimizer,
+            "optimizer.lr": lr,
+            "optimizer.lr_for": None if lr is None else {},
+        }
+        shared = _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed)
+        chosen = _ready(_recipe(recipe, own | shared), virtual)
+        folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{chosen.optimizer.name}"
+        check_out(folder, overwrite)
+        _show_choices([chosen], quiet)
+        (summary,) = perform([(chosen, folder)], virtual is not None, quiet)
+        if not quiet:
+            Console().print(summary_table(summary))
+            _say(f"results: {folder}")
+
+
+@app.command()
+def compare(
+    recipe: RecipeFile = None,
+    optimizers: Annotated[str, typer.Option(help=f"Two or more of {', '.join(OPTIMIZERS)}.")] = "lamb,onebit-lamb",
+    text: Text = None,
+    workers: Workers = None,
+    virtual: Virtual = None,
+    steps: Steps = None,
+    lr: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Learning rate of one of them.")] = None,
+    freeze_step: FreezeStep = None,
+    micro_batch: MicroBatch = None,
+    seed: Seed = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in runs/.")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train with several optimizers on the same data, seed and order; end with a table and a plot."""
+    with _clear_errors():
+        shared = _recipe(recipe, _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed))
+        names = [name.strip() for name in optimizers.split(",") if name.strip()]
+        recipes = [_ready(r, virtual) for r in recipes_for(shared, names, _rates(lr or []))]
+        folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare"
+        check_out(folder, overwrite)
+        _show_choices(recipes, quiet)
+        done = compare_optimizers(recipes, folder, virtual is not None, quiet, overwrite)
+        if not quiet:
+            Console().print(comparison_table(done.rows))
+            for file in done.files:
+                _say(f"{'plot' if 'plot' in file.name else 'rows'}: {file}")
+
+
+@app.command()
+def info() -> None:
+    """Show versions, devices, transports and kernels, with the reason for each choice."""
+    with _clear_errors():
+        nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        rows = versions() | {
+            "platform": platform.platform(),
+            "device": choose_device(0, 1)[1],
+            "transports": ", ".join(name for name, there in (("gloo", gloo), ("nccl", nccl)) if there) or "none",
+            "threads": f"{torch.get_num_threads()} of torch, {os.cpu_count()} cores",
+            "kernels": "reference (plain torch on any device; no other back-end is built)",
+        }
+        table = Table(title="onebit", show_header=False)
+        for name, value in rows.items():
+            table.add_row(name, value)
+        Console().print(table)
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """One sentence instead of a traceback for what goes wrong on purpose."""
+    try:
+        yield
+    except OnebitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except Interrupted as error:
+        _leave(f"interrupted by signal {error.signal}; all workers have ended", 128 + error.signal)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+
+
+def _leave(message: str, status: int) -> None:
+    """End now, also with virtual workers still computing."""
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _overrides(
+    text: list[str] | None,
+    workers: int | None,
+    virtual: int | None,
+    steps: int | None,
+    freeze_step: str | None,
+    micro_batch: int | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """What the flags say, by key of the recipe; None where a flag was not given."""
+    if workers is not None and virtual is not None:
+        raise ConfigError(
+            f"--workers {workers} and --virtual {virtual} were both given; workers are processes or threads; give one"
+        )
+    return {
+        "data.text": text or None,
+        "train.workers": workers if virtual is None else virtual,
+        "train.steps": steps,
+        "optimizer.freeze_step": None if freeze_step is None else _number(freeze_step, "--freeze-step"),
+        "train.micro_batch": micro_batch,
+        "train.seed": seed,
+    }
+
+
+def _number(text: str, flag: str) -> int | float:
+    """An int or a float, told apart as TOML does."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{flag} is {text!r}; it must be a number; correct the flag")
+    return value
+
+
+def _rates(pairs: list[str]) -> dict[str, float]:
+    """NAME=VALUE pairs as a mapping."""
+    rates: dict[str, float] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in OPTIMIZERS:
+            raise ConfigError(f"--lr is {pair!r}; it must be NAME=VALUE with NAME one of {', '.join(OPTIMIZERS)}")
+        rates[name] = float(_number(value, f"--lr {name}"))
+    return rates
+
+
+def _recipe(path: Path | None, overrides: dict[str, Any]) -> Recipe:
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return load(path, given) if path else parse({}, given)
+
+
+def _ready(recipe: Recipe, virtual: int | None) -> Recipe:
+    """The recipe, after what can be checked before any worker starts."""
+    if virtual is not None:
+        check_virtual(recipe)
+    text_files(recipe.data.text)
+    return recipe
+
+
+def _show_choices(recipes: list[Recipe], quiet: bool) -> None:
+    """Print every automatic choice with its reason."""
+    if not quiet:
+        chosen = dict.fromkeys(f"{key} = {why}" for recipe in recipes for key, why in resolve(recipe)[1].items())
+        for line in chosen:
+            _say(line)
+
+
+def _say(line: str) -> None:
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)

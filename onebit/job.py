@@ -1,0 +1,263 @@
+"""One worker's part of a training run: the model, the optimizer, the loop, the numbers that come out."""
+
+import math
+import platform
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onebit
+from onebit.comm import Comm, ring_all_reduce_bytes
+from onebit.errors import ConfigError
+from onebit.optim import average_gradients
+from onebit.recipe import Recipe
+from onebit.report import Display, Metrics, Summary
+from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
+
+BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
+UNCOMPRESSED = "uncompressed"  # the stage of an optimizer that has no compressed stage
+
+_building = threading.Lock()  # weights are drawn from torch's global generator, which threads share
+
+
+class Job:
+    """What one worker holds during a run."""
+
+    def __init__(self, recipe: Recipe, comm: Comm, device: torch.device, corpus: Corpus) -> None:
+        self.recipe, self.comm, self.device, self.corpus = recipe, comm, device, corpus
+        self.model = build_model(recipe, corpus.vocab_size, device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer, self._average = build_optimizer(recipe, self.model, comm)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(recipe, step))
+        self._windows = Windows(corpus.stream, recipe.data.sequence_length, recipe.train.seed)
+        self.eval_loss = math.nan
+        self._steps: list[_Step] = []
+        self._bad_steps = 0
+        self._skipped_before = 0
+
+    def train(self, metrics: Metrics | None, display: Display | None) -> None:
+        """All steps and evaluations. `metrics` and `display` are given on worker 0."""
+        train = self.recipe.train
+        self.model.train()
+        for number in range(1, train.steps + 1):
+            self._steps.append(self._step(number))
+            last = number == train.steps
+            if number % train.log_every == 0 or last:
+                self._log(number, metrics, display)
+            if number % self.eval_every == 0 or last:
+                self.eval_loss = self.evaluate()
+                if metrics and display:
+                    metrics.write(step=number, eval_loss=self.eval_loss, payload_total=self.payload_bytes())
+                    display.evaluated(number, train.steps, self.eval_loss)
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between evaluations."""
+        every = self.recipe.train.eval_every
+        assert isinstance(every, int)
+        return every
+
+    def _step(self, number: int) -> "_Step":
+        """One optimizer step: forward and backward of each micro batch, exchange, update."""
+        train, data = self.recipe.train, self.recipe.data
+        began = time.perf_counter()
+        stage = self.optimizer.stage.value if isinstance(self.optimizer, onebit.OneBitLamb) else UNCOMPRESSED
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        mine = train.micro_batch * train.accumulation
+        first = (number - 1) * mine * self.comm.size + self.comm.rank * mine
+        windows = self._windows.take(first, mine)
+        draws = generator(train.seed, "mask", self.comm.rank, number)
+        inputs, labels = mask_tokens(windows, draws, data.mask_probability, self.corpus.vocab_size)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        parts = zip(torch.split(inputs, train.micro_batch), torch.split(labels, train.micro_batch), strict=True)
+        for part, part_labels in parts:
+            loss = self._loss(part, part_labels) / train.accumulation
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        before = self.comm.payload_bytes
+        if self._average is not None:
+            self._average()
+        self.optimizer.step()
+        payload = self.comm.payload_bytes - before
+        self.optimizer.zero_grad(set_to_none=True)
+        self._schedule.step()
+        return _Step(stage, total, lr, payload, time.perf_counter() - began)
+
+    def _loss(self, inputs: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross entropy of the masked tokens; the output layer is computed for these alone."""
+        inputs, labels = inputs.to(self.device), labels.to(self.device)
+        hidden = self.model.bert(input_ids=inputs).last_hidden_state
+        chosen = labels != IGNORED
+        scores = self.model.cls(hidden[chosen])
+        return torch.nn.functional.cross_entropy(scores, labels[chosen], reduction=reduction)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss of the held-out tokens, split over the workers; equal on all of them."""
+        self.model.eval()
+        mine = slice(self.comm.rank, None, self.comm.size)
+        inputs, labels = self.corpus.held_out[mine], self.corpus.held_out_labels[mine]
+        total, size = 0.0, self.recipe.train.micro_batch
+        for part, part_labels in zip(torch.split(inputs, size), torch.split(labels, size), strict=True):
+            total += self._loss(part, part_labels, reduction="sum").item()
+        self.model.train()
+        count = int((labels != IGNORED).sum())
+        sums = [struct.unpack("dq", d) for d in self.comm.all_gather_bytes(struct.pack("dq", total, count))]
+        return float(sum(s[0] for s in sums) / sum(s[1] for s in sums))
+
+    def _log(self, number: int, metrics: Metrics | None, display: Display | None) -> None:
+        """Average the loss since the last line over steps and workers; stop when it has been nan for long."""
+        since = self._steps[-((number - 1) % self.recipe.train.log_every + 1) :]
+        losses = [step.loss.item() for step in since]
+        skipped = self.optimizer.stats()["skipped_steps"] if isinstance(self.optimizer, onebit.Lamb) else 0
+        bad = max(skipped - self._skipped_before, sum(not math.isfinite(x) for x in losses))
+        self._skipped_before = skipped
+        gathered = self.comm.all_gather_bytes(struct.pack("dq", sum(losses) / len(losses), bad))
+        everyone = [struct.unpack("dq", item) for item in gathered]
+        self._bad_steps = self._bad_steps + len(since) if max(e[1] for e in everyone) >= len(since) else 0
+        if self._bad_steps >= min(BAD_STEPS_ALLOWED, self.recipe.train.steps):
+            raise ConfigError(
+                f"the loss or its gradient has not been finite for {self._bad_steps} steps, up to step {number}, "
+                f"with {self.recipe.optimizer.name} at lr {self.recipe.lr:g}; lower optimizer.lr or lengthen "
+                "train.lr_warmup"
+            )
+        if metrics is None or display is None:
+            return
+        loss, last = statistics.fmean(e[0] for e in everyone), since[-1]
+        speed = self._samples_per_step * len(since) / sum(step.seconds for step in since)
+        metrics.write(
+            step=number, stage=last.stage, loss=loss, lr=last.lr, samples_per_s=round(speed, 2),
+            payload_bytes=last.payload_bytes, payload_total=self.payload_bytes(),
+            seconds=round(sum(step.seconds for step in self._steps), 4),
+        )  # fmt: skip
+        display.step(number, last.stage, loss, speed, last.payload_bytes)
+
+    @property
+    def _samples_per_step(self) -> int:
+        train = self.recipe.train
+        return train.micro_batch * train.accumulation * self.comm.size
+
+    def payload_bytes(self) -> int:
+        """Counted so far, this worker, optimizer steps only."""
+        return sum(step.payload_bytes for step in self._steps)
+
+    def summary(self, seconds: float) -> Summary:
+        """The outcome, after `train`."""
+        elements = sum(p.numel() for p in self.parameters)
+        stages: dict[str, list[_Step]] = {}
+        for step in self._steps:
+            stages.setdefault(step.stage, []).append(step)
+
+        def share(steps: Sequence[_Step]) -> float | None:
+            whole = len(steps) * ring_all_reduce_bytes(2 * elements, self.comm.size)
+            return sum(step.payload_bytes for step in steps) / whole if whole else None
+
+        return Summary(
+            optimizer=self.recipe.optimizer.name,
+            eval_loss=self.eval_loss,
+            payload_bytes=self.payload_bytes(),
+            share_of_16bit=share(self._steps),
+            compressed_share_of_16bit=share(stages.get("compressed", [])),
+            seconds=round(seconds, 3),
+            samples_per_s={
+                stage: round(self._samples_per_step * len(steps) / sum(step.seconds for step in steps), 2)
+                for stage, steps in stages.items()
+            },
+            steps=len(self._steps),
+            workers=self.comm.size,
+            parameters=elements,
+            skipped_steps=self._skipped_before,
+            versions=versions(),
+            recipe=self.recipe.model_dump(mode="json"),
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is remembered of a step: loss is this worker's, payload_bytes and seconds too."""
+
+    stage: str
+    loss: Tensor
+    lr: float
+    payload_bytes: int
+    seconds: float
+
+
+def build_model(recipe: Recipe, vocab_size: int, device: torch.device) -> Any:
+    """A BertForMaskedLM with the weights that the seed gives, the same on every worker."""
+    with _building, torch.random.fork_rng(devices=[]):
+        # inside the lock as well, since a module that loads itself in parts is not for several threads at once
+        from transformers import BertConfig, BertForMaskedLM
+
+        shape = recipe.model
+        config = BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=shape.hidden_size,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=shape.intermediate_size,
+            max_position_embeddings=shape.max_position_embeddings,
+            hidden_dropout_prob=shape.dropout,
+            attention_probs_dropout_prob=shape.dropout,
+            attn_implementation="eager",
+        )
+        torch.manual_seed(recipe.train.seed)
+        return BertForMaskedLM(config).to(device)
+
+
+def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim.Optimizer, Callable[[], None] | None]:
+    """The recipe's optimizer, and what averages the gradients before its step if it does not do so itself.
+
+    Biases and LayerNorm weights, all of one dimension, get no weight decay.
+    """
+    chosen = recipe.optimizer
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [(name, p) for name, p in named if p.ndim > 1], "weight_decay": chosen.weight_decay},
+        {"params": [(name, p) for name, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    common: dict[str, Any] = {"lr": recipe.lr, "betas": chosen.betas, "eps": chosen.eps}
+    if chosen.name == "adamw":
+        parameters = [p for _, p in named]
+        return torch.optim.AdamW(groups, **common), lambda: average_gradients(parameters, comm, chosen.warmup_transport)
+    common |= {"min_coeff": chosen.min_coeff, "max_coeff": chosen.max_coeff, "comm": comm}
+    if chosen.name == "lamb":
+        return onebit.Lamb(groups, transport=chosen.warmup_transport, **common), None
+    common |= {
+        "freeze_step": recipe.freeze_step,
+        "warmup_transport": chosen.warmup_transport,
+        "coeff_beta": chosen.coeff_beta,
+        "factor_min": chosen.factor_min,
+        "factor_max": chosen.factor_max,
+        "factor_threshold": chosen.factor_threshold,
+    }
+    if chosen.preset == "paper":
+        common |= onebit.PAPER
+    if chosen.name == "lamb-basic-1bit":
+        common["ratio"] = "fixed"
+    return onebit.OneBitLamb(groups, **common), None
+
+
+def lr_factor(recipe: Recipe, step: int) -> float:
+    """Share of the peak learning rate at a step counted from 0: a linear rise, then the decay to 0."""
+    rise, steps = recipe.lr_warmup_steps, recipe.train.steps
+    if step < rise:
+        return (step + 1) / rise
+    gone = (step - rise) / max(1, steps - rise)
+    if recipe.train.lr_decay == "linear":
+        return 1 - gone
+    return 0.5 * (1 + math.cos(math.pi * gone)) if recipe.train.lr_decay == "cosine" else 1.0
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on."""
+    named = {"python": platform.python_version(), "onebit": onebit.__version__}
+    return named | {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")}

@@ -1,0 +1,331 @@
+"""The recipe of a training run: what a TOML file may say, checked, with every automatic choice explained.
+
+[model]      shape of the BERT
+[data]       text, sequence length, masking, held-out part
+[optimizer]  which one, learning rate, the switch, the LAMB knobs
+[train]      steps, batch, schedule, seed, workers
+"""
+
+import difflib
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from onebit.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+OptimizerName = Literal["lamb", "onebit-lamb", "lamb-basic-1bit", "adamw"]
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+ONE_BIT: tuple[OptimizerName, ...] = ("onebit-lamb", "lamb-basic-1bit")
+
+Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+Fraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelSection(_Section):
+    """Shape of the BERT. `auto` is worked out by `resolve`."""
+
+    vocab_size: Annotated[int, Field(strict=True, ge=64, le=10**7)] = 3000
+    hidden_size: Count = 128
+    layers: Count = 3
+    heads: Count = 4
+    intermediate_size: Count | Literal["auto"] = "auto"
+    max_position_embeddings: Count | Literal["auto"] = "auto"
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+
+class DataSection(_Section):
+    """Where the text comes from and how it is cut and masked. No `text` means the default text."""
+
+    text: tuple[str, ...] = ()
+    sequence_length: Annotated[int, Field(strict=True, ge=8, le=10**6)] = 64
+    mask_probability: Fraction = 0.15
+    held_out: Fraction = 0.1
+    eval_windows: Count = 512
+
+
+def _default_lr_for() -> dict[OptimizerName, float]:
+    return {"adamw": 0.003}
+
+
+class OptimizerSection(_Section):
+    """The optimizer. `freeze_step` to `factor_threshold` matter to the 1-bit ones, the last two to all LAMBs."""
+
+    name: OptimizerName = "onebit-lamb"
+    lr: Positive = 0.015
+    lr_for: dict[OptimizerName, Positive] = Field(default_factory=_default_lr_for)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    warmup_transport: Literal["fp32", "bf16"] = "bf16"
+    freeze_step: Count | Fraction = 0.17
+    preset: Literal["default", "paper"] = "default"
+    coeff_beta: Beta = 0.9
+    factor_min: Positive = 0.5
+    factor_max: Positive = 4.0
+    factor_threshold: Fraction = 0.1
+    min_coeff: NotNegative = 0.01
+    max_coeff: Positive = 10.0
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _a_list_is_a_pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
+class TrainSection(_Section):
+    """Length, batch and schedule of the run. `lr_warmup`: a whole number is steps, a number below 1 a share."""
+
+    steps: Count = 300
+    micro_batch: Count = 8
+    accumulation: Count = 1
+    lr_warmup: Annotated[int, Field(strict=True, ge=0)] | Fraction = 0.1
+    lr_decay: Literal["linear", "cosine", "constant"] = "linear"
+    eval_every: Count | Literal["auto"] = "auto"
+    log_every: Count = 5
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
+    workers: Annotated[int, Field(strict=True, ge=1, le=4096)] = 1
+    timeout_s: Annotated[float, Field(ge=1.0, le=86400.0)] = 120.0
+
+
+class Recipe(_Section):
+    """One training run, checked. `load` and `parse` build it and turn every fault into a ConfigError."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    train: TrainSection = TrainSection()
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate of the chosen optimizer."""
+        return self.optimizer.lr_for.get(self.optimizer.name, self.optimizer.lr)
+
+    @property
+    def freeze_step(self) -> int:
+        """Full-precision updates before the switch, in steps."""
+        return as_steps(self.optimizer.freeze_step, self.train.steps, least=1)
+
+    @property
+    def lr_warmup_steps(self) -> int:
+        """Steps over which the learning rate rises."""
+        return as_steps(self.train.lr_warmup, self.train.steps, least=0)
+
+    @property
+    def one_bit(self) -> bool:
+        """Whether the optimizer has a compressed stage."""
+        return self.optimizer.name in ONE_BIT
+
+
+def as_steps(value: int | float, steps: int, least: int) -> int:
+    """A number of steps from a number of steps (int) or a share of the run (float)."""
+    return value if isinstance(value, int) else max(least, round(value * steps))
+
+
+def load(path: Path, overrides: Mapping[str, Any]) -> Recipe:
+    """Read a TOML recipe. Its text paths count from its own folder.
+
+    Args:
+        path: the TOML file.
+        overrides: dotted key -> value, as from the command line; they win over the file.
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or says something impossible.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"recipe {str(path)!r} cannot be read: {_reason(error)}; give the path of a TOML file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}; correct that line") from None
+    data = raw.get("data")
+    if isinstance(data, dict) and isinstance(data.get("text"), list):
+        data["text"] = [str(path.parent / t) if isinstance(t, str) else t for t in data["text"]]
+    return parse(raw, overrides)
+
+
+def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
+    """Check a nested mapping (as TOML or JSON gives it) and return the recipe.
+
+    Raises:
+        ConfigError: an unknown key (names the nearest known one) or an impossible value.
+    """
+    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in raw.items()}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        target = merged.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise ConfigError(
+                f"recipe: [{section}] is {target!r}; it must be a section; write [{section}] above its keys"
+            )
+        if name == "lr_for" and isinstance(target.get(name), Mapping):
+            value = {**target[name], **value}
+        target[name] = value
+    try:
+        recipe = Recipe.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+    _check(recipe)
+    return recipe
+
+
+def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """Replace every automatic value by a number.
+
+    Returns:
+        The recipe without `auto` and shares, and the reason of each choice by dotted key.
+    """
+    model, data, train, optimizer = recipe.model, recipe.data, recipe.train, recipe.optimizer
+    changes: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "train": {}}
+    reasons: dict[str, str] = {}
+
+    def choose(section: str, key: str, value: Any, reason: str) -> None:
+        changes[section][key] = value
+        reasons[f"{section}.{key}"] = f"{value}: {reason}"
+
+    if model.intermediate_size == "auto":
+        choose("model", "intermediate_size", 4 * model.hidden_size, "4 x hidden_size, as BERT")
+    if model.max_position_embeddings == "auto":
+        choose("model", "max_position_embeddings", data.sequence_length, "the sequence length")
+    if train.eval_every == "auto":
+        choose("train", "eval_every", max(1, math.ceil(train.steps / 10)), "ten evaluations a run")
+    if isinstance(train.lr_warmup, float):
+        choose("train", "lr_warmup", recipe.lr_warmup_steps, f"{train.lr_warmup:g} of {train.steps} steps")
+    if recipe.one_bit and isinstance(optimizer.freeze_step, float):
+        choose(
+            "optimizer",
+            "freeze_step",
+            recipe.freeze_step,
+            f"{optimizer.freeze_step:g} of {train.steps} steps",
+        )
+    if recipe.lr != optimizer.lr:
+        choose("optimizer", "lr", recipe.lr, f"lr_for.{optimizer.name}")
+    raw = recipe.model_dump(mode="python")
+    for section, values in changes.items():
+        raw[section] |= values
+    return parse(raw, {}), reasons
+
+
+def _check(recipe: Recipe) -> None:
+    """Raise ConfigError for values that are each possible but not together."""
+    model, data, train, opt = recipe.model, recipe.data, recipe.train, recipe.optimizer
+    if model.hidden_size % model.heads:
+        raise ConfigError(
+            f"model.hidden_size is {model.hidden_size} and model.heads is {model.heads}; the first must be a "
+            "multiple of the second; change one of them"
+        )
+    if model.max_position_embeddings != "auto" and model.max_position_embeddings < data.sequence_length:
+        raise ConfigError(
+            f"data.sequence_length is {data.sequence_length}; model.max_position_embeddings allows at most "
+            f"{model.max_position_embeddings}; shorten the sequences or raise it"
+        )
+    if recipe.lr_warmup_steps > train.steps:
+        raise ConfigError(
+            f"train.lr_warmup is {train.lr_warmup}; it must not exceed the run of {train.steps} steps; "
+            "lower it or raise train.steps"
+        )
+    if recipe.one_bit and recipe.freeze_step >= train.steps:
+        raise ConfigError(
+            f"optimizer.freeze_step is {recipe.freeze_step}, beyond the run: it must be below train.steps, "
+            f"which is {train.steps}; lower it or raise train.steps"
+        )
+    if opt.min_coeff > opt.max_coeff:
+        raise ConfigError(
+            f"optimizer.min_coeff is {opt.min_coeff:g}; it must not exceed max_coeff, {opt.max_coeff:g}; "
+            "change one of them"
+        )
+    if opt.factor_min > opt.factor_max:
+        raise ConfigError(
+            f"optimizer.factor_min is {opt.factor_min:g}; it must not exceed factor_max, which is "
+            f"{opt.factor_max:g}; change one of them"
+        )
+
+
+def known_keys() -> dict[str, tuple[str, ...]]:
+    """Section -> its keys."""
+    sections: dict[str, type[BaseModel]] = {
+        "model": ModelSection,
+        "data": DataSection,
+        "optimizer": OptimizerSection,
+        "train": TrainSection,
+    }
+    return {name: tuple(section.model_fields) for name, section in sections.items()}
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first fault of a pydantic error as one sentence: what, value, allowed, what to do."""
+    faults = error.errors(include_url=False)
+    unknown = [f for f in faults if f["type"] == "extra_forbidden"]
+    if unknown:
+        return _unknown_key([str(part) for part in unknown[0]["loc"]])
+    # a union reports each of its members; their locations start alike and end with the member's name
+    first = faults[0]
+    where = [str(part) for part in first["loc"]]
+    key = ".".join(where[:2]) if where[0] in known_keys() else where[0]
+    allowed = [_allowed(f) for f in faults if [str(p) for p in f["loc"][:2]] == where[:2]]
+    value = first["input"]
+    shown = repr(value) if len(repr(value)) < 60 else repr(value)[:57] + "..."
+    return f"recipe: {key} is {shown}; {' or '.join(dict.fromkeys(allowed))}; correct the recipe or the flag"
+
+
+_WORDS = {
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than": "it must be below {lt}",
+    "less_than_equal": "it must be {le} or less",
+    "literal_error": "it must be {expected}",
+    "int_type": "it must be a whole number",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+    "string_type": "it must be a string",
+    "tuple_type": "it must be a list",
+    "missing": "a value is missing in it",
+    "too_long": "it has more values than {max_length}",
+    "model_type": "it must be a section",
+    "finite_number": "it must be finite",
+}
+
+
+def _allowed(fault: Any) -> str:
+    """What pydantic says is allowed, in our words."""
+    template = _WORDS.get(fault["type"])
+    if template:
+        return template.format(**fault.get("ctx", {}))
+    message = str(fault["msg"])
+    return message[0].lower() + message[1:]
+
+
+def _unknown_key(where: list[str]) -> str:
+    """The sentence for a key that nobody knows, with the nearest one that somebody does."""
+    keys = known_keys()
+    dotted = [f"{section}.{key}" for section, names in keys.items() for key in names]
+    wrong = ".".join(where)
+    if len(where) == 1:
+        nearest = difflib.get_close_matches(wrong, list(keys), 1, 0.6) or [d for d in dotted if d.endswith("." + wrong)]
+        allowed = "a recipe has the sections " + ", ".join(f"[{k}]" for k in keys)
+    else:
+        near = difflib.get_close_matches(where[-1], keys.get(where[0], ()), 1, 0.5)
+        nearest = [f"{where[0]}.{n}" for n in near] or [d for d in dotted if d.endswith("." + where[-1])]
+        allowed = f"[{where[0]}] knows " + ", ".join(keys.get(where[0], ()))
+    nearest = nearest or difflib.get_close_matches(wrong, dotted, 1, 0.0)
+    return f"recipe: unknown key {wrong!r}; the nearest known key is {nearest[0]!r}; {allowed}"
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -1,0 +1,281 @@
+"""What a run leaves behind and shows: the output folder, the metrics file, tables and plots."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from onebit.errors import ConfigError
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of one run.
+
+    Attributes:
+        optimizer: its name in the recipe.
+        eval_loss: held-out loss in nats per masked token, at the end.
+        payload_bytes: counted, this worker, all optimizer steps.
+        share_of_16bit: payload_bytes over those of a 16-bit all-reduce in every step; None with one worker.
+        compressed_share_of_16bit: the same over the steps of the compressed stage; None without one.
+        seconds: of the whole run, with evaluation and start-up of the model and text.
+        samples_per_s: of all workers, by stage, evaluation left out.
+        steps, workers, parameters: how many.
+        skipped_steps: steps that the optimizer left out because a gradient was not finite.
+        versions: of what made the result.
+        recipe: as resolved.
+    """
+
+    optimizer: str
+    eval_loss: float
+    payload_bytes: int
+    share_of_16bit: float | None
+    compressed_share_of_16bit: float | None
+    seconds: float
+    samples_per_s: dict[str, float]
+    steps: int
+    workers: int
+    parameters: int
+    skipped_steps: int
+    versions: dict[str, str]
+    recipe: dict[str, Any] = field(repr=False)
+
+
+def check_out(out: Path, overwrite: bool) -> None:
+    """Raise ConfigError unless a run may put its results at `out`. Changes nothing on disk."""
+    if out.is_dir():
+        if any(out.iterdir()) and not overwrite:
+            raise ConfigError(
+                f"output folder {str(out)!r} is not empty; choose another with --out, or give --overwrite"
+            )
+    elif out.exists():
+        raise ConfigError(f"output {str(out)!r} is a file; choose a folder with --out")
+    parent = next(p for p in out.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"output folder {str(out)!r} cannot be made in {str(parent)!r}; choose another with --out")
+
+
+class Output:
+    """The folder of a run, filled beside its final place and moved there when all is written.
+
+    While the run lasts, and if it ends badly, everything is in `<out>.partial`.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.final = out
+        self.folder = out.with_name(out.name + ".partial")
+
+    def create(self) -> None:
+        """Make the folder, in place of the remains of an earlier run."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def write_json(self, name: str, content: object) -> None:
+        """Write one JSON file into the folder."""
+        (self.folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def publish(self) -> None:
+        """Move the folder to its final place, instead of what is there."""
+        if self.final.exists():
+            old = self.final.with_name(self.final.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            self.final.rename(old)
+            self.folder.rename(self.final)
+            shutil.rmtree(old)
+        else:
+            self.folder.rename(self.final)
+
+
+class Metrics:
+    """Appends one JSON object a line; every line is whole and on disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def write(self, **values: object) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class Display:
+    """The progress of one run on a terminal; where there is none, a line at each evaluation."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self._console, self._quiet = console, quiet
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if not self._quiet:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def bar(self, title: str, steps: int) -> Iterator[None]:
+        """Show a bar while the block runs."""
+        if self._quiet or not self._console.is_terminal:
+            yield
+            return
+        columns = (
+            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(),
+            TextColumn("{task.fields[news]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=self._console) as self._progress:
+            self._task = self._progress.add_task(title, total=steps, news="")
+            yield
+        self._progress = None
+
+    def step(self, done: int, stage: str, loss: float, samples_per_s: float, payload_bytes: int) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            news = f"{stage}  loss {loss:.3f}  {samples_per_s:.0f} samples/s  {human_bytes(payload_bytes)}/step"
+            self._progress.update(self._task, completed=done, news=news)
+
+    def evaluated(self, done: int, steps: int, loss: float) -> None:
+        """Say the held-out loss."""
+        self.say(f"step {done}/{steps}: held-out loss {loss:.4f}")
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes for people: 1.5 MB is 1,500,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.4f} (1/{1 / share:.1f})" if share else "0"
+
+
+def summary_table(summary: Summary) -> Table:
+    """The outcome of one run, to print."""
+    table = Table(title=f"{summary.optimizer}, {summary.workers} workers, {summary.steps} steps", show_header=False)
+    rows = {
+        "held-out loss": f"{summary.eval_loss:.4f}",
+        "payload per worker": human_bytes(summary.payload_bytes),
+        "of 16-bit all-reduce": _share(summary.share_of_16bit),
+        "the same, compressed stage": _share(summary.compressed_share_of_16bit),
+        "time": f"{summary.seconds:.1f} s",
+        "samples/s": ", ".join(f"{stage} {speed:.0f}" for stage, speed in summary.samples_per_s.items()),
+        "parameters": f"{summary.parameters:,}",
+        "skipped steps": str(summary.skipped_steps),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def comparison_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """One row a run, as in compare.json."""
+    rows = []
+    for summary in summaries:
+        row = asdict(summary)
+        row["lr"] = row.pop("recipe")["optimizer"]["lr"]
+        rows.append(row)
+    return rows
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows of compare.json, to print."""
+    first = rows[0]
+    title = f"{first['workers']} workers, {first['steps']} steps, {first['parameters']:,} parameters"
+    table = Table("optimizer", title=title)
+    headings = (
+        "held-out loss",
+        "payload per worker",
+        "of 16-bit all-reduce",
+        "compressed stage alone",
+        "seconds",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["optimizer"],
+            f"{row['eval_loss']:.4f} ({100 * (row['eval_loss'] / first['eval_loss'] - 1):+.1f} %)",
+            human_bytes(row["payload_bytes"]),
+            _share(row["share_of_16bit"]),
+            _share(row["compressed_share_of_16bit"]),
+            f"{row['seconds']:.1f}",
+        )
+    return table
+
+
+def read_summary(folder: Path) -> Summary:
+    """The outcome of the run whose results are in `folder`."""
+    return Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def smooth(values: Sequence[float], keep: float) -> list[float]:
+    """Running average: each value enters with 1 - keep; the first stands for all before it."""
+    out: list[float] = []
+    for value in values:
+        out.append(value if not out else keep * out[-1] + (1 - keep) * value)
+    return out
+
+
+def plot(metrics: Mapping[str, Sequence[Mapping[str, Any]]], paths: Sequence[Path]) -> None:
+    """Draw loss against steps and against bytes, one colour a run.
+
+    Args:
+        metrics: name of the run -> lines of its metrics file.
+        paths: files to write; the ending says the format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for index, (name, lines) in enumerate(metrics.items()):
+        colour = f"C{index}"
+        steps = [line for line in lines if "loss" in line]
+        evals = [line for line in lines if "eval_loss" in line]
+        loss = smooth([line["loss"] for line in steps], 0.8)
+        for axes, key, unit in ((left, "step", 1.0), (right, "payload_total", 1e6)):
+            axes.plot([line[key] / unit for line in steps], loss, color=colour, lw=0.8, alpha=0.5)
+            axes.plot(
+                [line[key] / unit for line in evals],
+                [line["eval_loss"] for line in evals],
+                color=colour, marker="o", ms=3, lw=1.6, label=name,
+            )  # fmt: skip
+        switch = next((line["step"] for line in steps if line["stage"] == "compressed"), None)
+        if switch is not None:
+            left.axvline(switch, color=colour, lw=0.8, ls=":")
+    left.set_xlabel("step (dotted: first logged step of the compressed stage)")
+    left.set_ylabel("loss (points: held-out, thin: training, smoothed)")
+    right.set_xlabel("payload per worker, MB")
+    if any(line.get("payload_total", 0) for lines in metrics.values() for line in lines):
+        right.set_xscale("log")
+    left.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    for path in paths:
+        figure.savefig(path, dpi=150)

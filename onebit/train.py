@@ -1,0 +1,254 @@
+"""Pre-train a BERT by masked language modelling on several workers, and the program that `torchrun` starts.
+
+    torchrun --nproc-per-node 4 -m onebit.train RECIPE.toml --out FOLDER
+
+`run` is one code path for one process, virtual workers and real ones; only its `comm` differs.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from onebit.comm import Comm, Distributed, Solo, check_same
+from onebit.errors import CommError, ConfigError, OnebitError
+from onebit.job import Job
+from onebit.recipe import Recipe, load, parse, resolve
+from onebit.report import METRICS, SUMMARY, Display, Metrics, Output, Summary, check_out, summary_table
+from onebit.text import SPECIAL_TOKENS, all_or_none, generator, prepare
+from onebit.virtual import run_workers
+
+WAIT_FOR_CAUSE_S = 1.0
+
+
+def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Display) -> Summary:
+    """Train, evaluate and save one model. A collective; worker 0 writes and shows.
+
+    Args:
+        recipe: resolved or not; the same on all workers.
+        comm: the workers.
+        device: of this worker.
+        out: folder that appears when everything in it is complete.
+        display: used on worker 0 only.
+    Returns:
+        The outcome; seconds and bytes are this worker's.
+    Raises:
+        ConfigError: text that cannot be used, or a loss that is not finite and stays so.
+        MismatchError: workers were given different recipes, texts or weights.
+        CommError: another worker is gone.
+    """
+    began = time.perf_counter()
+    recipe = resolve(recipe)[0].model_copy(update={"train": recipe.train.model_copy(update={"workers": comm.size})})
+    recipe = resolve(recipe)[0]
+    settings = [(f"{section}.{key}", str(value)) for section, part in recipe for key, value in part if key != "text"]
+    check_same(comm, "recipes", settings)
+    corpus = prepare(recipe, comm)
+    job = Job(recipe, comm, device, corpus)
+    output = Output(out)
+    all_or_none(comm, output.create if comm.rank == 0 else lambda: None)
+    if comm.rank == 0:
+        with (
+            Metrics(output.folder / METRICS) as metrics,
+            display.bar(recipe.optimizer.name, recipe.train.steps),
+        ):
+            job.train(metrics, display)
+    else:
+        job.train(None, None)
+    summary = job.summary(time.perf_counter() - began)
+    all_or_none(comm, (lambda: _save(job, output, summary)) if comm.rank == 0 else lambda: None)
+    return summary
+
+
+def run_virtual(recipe: Recipe, out: Path, display: Display) -> Summary:
+    """The same with the recipe's workers as threads of this process, on the CPU.
+
+    Raises:
+        ConfigError: dropout is on.
+    """
+    check_virtual(recipe)
+    cpu = torch.device("cpu")
+    return run_workers(recipe.train.workers, lambda comm: run(recipe, comm, cpu, out, display))[0]
+
+
+def check_virtual(recipe: Recipe) -> None:
+    """Raise ConfigError when a recipe cannot run with virtual workers."""
+    if recipe.model.dropout > 0:
+        raise ConfigError(
+            f"model.dropout is {recipe.model.dropout:g}; virtual workers share torch's random generator, so a "
+            "run with dropout could not be repeated; set it to 0, or use processes (--workers without --virtual)"
+        )
+
+
+def run_alone(recipe: Recipe, out: Path, display: Display) -> Summary:
+    """The same with one worker, in this process."""
+    device, reason = choose_device(0, 1)
+    display.say(f"device: {reason}")
+    _seed_dropout(recipe, 0)
+    return run(recipe, Solo(), device, out, display)
+
+
+def _seed_dropout(recipe: Recipe, rank: int) -> None:
+    """Dropout, and nothing else, draws from the global generator of a process."""
+    torch.manual_seed(generator(recipe.train.seed, "dropout", rank).initial_seed())
+
+
+def _save(job: Job, output: Output, summary: Summary) -> None:
+    """Write model, tokenizer and summary, then let the folder appear."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(job.corpus.tokenizer),
+        model_max_length=job.model.config.max_position_embeddings,
+        **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
+    )
+    try:
+        job.model.save_pretrained(output.folder / "model")
+        tokenizer.save_pretrained(output.folder / "model")
+        output.write_json(SUMMARY, asdict(summary))
+        output.publish()
+    except OSError as error:
+        raise ConfigError(
+            f"the results cannot be written to {str(output.folder)!r}: {error.strerror or error}; make room"
+        ) from None
+
+
+# -- the program of one process ------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be one worker of `torchrun -m onebit.train`, or the only one. Ends the process when it fails."""
+    rank, launched = int(os.environ.get("RANK", "0")), False
+    try:
+        options = _parse(arguments)
+        launched = options.runs is not None
+        _obey_the_launcher(launched)
+        display = Display(Console(), options.quiet)
+        jobs = _jobs(options)
+        with _group(jobs[0][0].train.timeout_s) as (comm, device, reason):
+            if comm.rank == 0 and not launched:
+                display.say(f"device: {reason}")
+            for recipe, out in jobs:
+                if comm.rank == 0:
+                    all_or_none(comm, partial(check_out, out, options.overwrite))
+                else:
+                    all_or_none(comm, lambda: None)
+                _seed_dropout(recipe, comm.rank)
+                summary = run(recipe, comm, device, out, display)
+                if comm.rank == 0 and not launched and not options.quiet:
+                    Console().print(summary_table(summary))
+                    display.say(f"results: {out}")
+    except Exception as error:
+        if isinstance(error, CommError):
+            time.sleep(WAIT_FOR_CAUSE_S)  # the launcher blames who ends first: let that be who caused it
+        ErrorHandler().record_exception(error)
+        if not isinstance(error, OnebitError):
+            traceback.print_exc()
+        elif not launched:
+            print(
+                f"error: worker {rank}: {error}" if "RANK" in os.environ else f"error: {error}",
+                file=sys.stderr,
+            )
+        _end(2 if isinstance(error, OnebitError) else 1)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("onebit.train", description="Train a BERT with the workers torchrun started.")
+    parser.add_argument("recipe", type=Path, nargs="?", help="TOML file; without it, the built-in small recipe")
+    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for the results")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
+    parser.add_argument("--quiet", action="store_true", help="show errors only")
+    parser.add_argument("--text", nargs="+", dest="data.text", help="text files or folders")
+    parser.add_argument("--optimizer", dest="optimizer.name")
+    parser.add_argument("--lr", type=float, dest="optimizer.lr")
+    parser.add_argument("--freeze-step", type=json.loads, dest="optimizer.freeze_step")
+    for flag in ("steps", "micro_batch", "seed"):
+        parser.add_argument("--" + flag.replace("_", "-"), type=int, dest=f"train.{flag}")
+    parser.add_argument("--runs", type=Path, help=argparse.SUPPRESS)  # from `onebit.launch`: JSON list of runs
+    return parser.parse_args(arguments)
+
+
+def _jobs(options: argparse.Namespace) -> list[tuple[Recipe, Path]]:
+    if options.runs is not None:
+        return [(parse(item["recipe"], {}), Path(item["out"])) for item in json.loads(options.runs.read_text())]
+    given = {key: value for key, value in vars(options).items() if "." in key and value is not None}
+    if "optimizer.lr" in given:
+        given["optimizer.lr_for"] = {}
+    recipe = load(options.recipe, given) if options.recipe else parse({}, given)
+    return [(recipe, options.out)]
+
+
+@contextmanager
+def _group(timeout_s: float) -> Iterator[tuple[Comm, torch.device, str]]:
+    """Join the process group that the environment describes; without one, be the only worker."""
+    device, reason = choose_device(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if "RANK" not in os.environ:
+        yield Solo(), device, reason
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            f"not all of the {os.environ.get('WORLD_SIZE')} workers came within train.timeout_s, {timeout_s:g} s: "
+            f"{str(error).splitlines()[0]}; start all of them, or raise the timeout"
+        ) from error
+    yield Distributed(), device, reason
+    dist.destroy_process_group()
+
+
+def choose_device(local_rank: int, local_workers: int) -> tuple[torch.device, str]:
+    """Where a worker computes, and why."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= local_workers and dist.is_nccl_available():
+        return torch.device("cuda", local_rank), f"cuda with nccl ({local_workers} workers here, {gpus} GPUs)"
+    why = f"{local_workers} workers here, only {gpus} GPUs" if gpus else "no CUDA device"
+    return torch.device("cpu"), f"cpu ({why})"
+
+
+def _obey_the_launcher(launched: bool) -> None:
+    """End at once on Ctrl-C, without a traceback, and when the launcher is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if launched:
+        parent = os.getppid()
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _end(status: int) -> None:
+    """Leave now: a group that has lost a worker cannot be taken down in order."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
