@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -28,8 +29,7 @@ from onebit.recipe import Recipe
 from onebit.report import Display, Summary, read_summary
 from onebit.train import run_alone, run_virtual
 
-# a worker must end at once on Ctrl-C from its very first import on
-WORKER = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from onebit.train import main; main()"
+WORKER = Path(__file__).with_name("worker.py")
 END_WITHIN_S = 2
 
 
@@ -56,10 +56,10 @@ def launch(runs: Sequence[tuple[Recipe, Path]], workers: int, quiet: bool) -> No
         OnebitError: what a worker raised, or CommError when one died. All workers have ended by then.
         Interrupted: Ctrl-C or a request to end. All workers have ended by then.
     """
-    with tempfile.TemporaryDirectory(prefix="onebit-") as folder, _environment():
+    with tempfile.TemporaryDirectory(prefix="onebit-") as folder, _environment(), _interrupt_blocked_in_workers():
         plan = Path(folder) / "runs.json"
         plan.write_text(json.dumps([{"recipe": r.model_dump(mode="json"), "out": str(o.absolute())} for r, o in runs]))
-        arguments = ["-c", WORKER, "--runs", str(plan), *(["--quiet"] if quiet else [])]
+        arguments = [str(WORKER), str(os.getpid()), "--runs", str(plan), *(["--quiet"] if quiet else [])]
         try:
             elastic_launch(_config(workers, folder), sys.executable)(*arguments)
         except SignalException as error:
@@ -115,6 +115,21 @@ def _environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextmanager
+def _interrupt_blocked_in_workers() -> Iterator[None]:
+    """Start processes with SIGINT blocked (see `worker`), and still hear it here: another thread takes it in."""
+    done = threading.Event()
+    listener = threading.Thread(target=done.wait, daemon=True)
+    listener.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()
+        listener.join()
+
+
 def _cause(failures: dict[int, Any], workers: int, remains: Sequence[Path]) -> Exception:
     """The exception for the failure that caused the others."""
     rank, failure = min(failures.items(), key=lambda item: (_guilt(item[1]), item[1].timestamp))
@@ -124,7 +139,9 @@ def _cause(failures: dict[int, Any], workers: int, remains: Sequence[Path]) -> E
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, OnebitError):
         return known(text)
-    if failure.exitcode < 0:
+    if failure.exitcode == -signal.SIGKILL and failure.timestamp - min(f.timestamp for f in failures.values()) > 5:
+        how = "no longer answered, not even the request to end"
+    elif failure.exitcode < 0:
         how = f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
     else:
         how = f"ended with exit status {failure.exitcode}" + (f" ({kind}: {text})" if kind else "")

@@ -40,9 +40,9 @@ class _Section(BaseModel):
 class ModelSection(_Section):
     """Shape of the BERT. `auto` is worked out by `resolve`."""
 
-    vocab_size: Annotated[int, Field(strict=True, ge=64, le=10**7)] = 3000
+    vocab_size: Annotated[int, Field(strict=True, ge=64, le=10**7)] = 2000
     hidden_size: Count = 128
-    layers: Count = 3
+    layers: Count = 2
     heads: Count = 4
     intermediate_size: Count | Literal["auto"] = "auto"
     max_position_embeddings: Count | Literal["auto"] = "auto"
@@ -67,7 +67,7 @@ class OptimizerSection(_Section):
     """The optimizer. `freeze_step` to `factor_threshold` matter to the 1-bit ones, the last two to all LAMBs."""
 
     name: OptimizerName = "onebit-lamb"
-    lr: Positive = 0.015
+    lr: Positive = 0.01
     lr_for: dict[OptimizerName, Positive] = Field(default_factory=_default_lr_for)
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     eps: Positive = 1e-8
@@ -91,10 +91,10 @@ class OptimizerSection(_Section):
 class TrainSection(_Section):
     """Length, batch and schedule of the run. `lr_warmup`: a whole number is steps, a number below 1 a share."""
 
-    steps: Count = 300
+    steps: Count = 500
     micro_batch: Count = 8
     accumulation: Count = 1
-    lr_warmup: Annotated[int, Field(strict=True, ge=0)] | Fraction = 0.1
+    lr_warmup: Annotated[int, Field(strict=True, ge=0)] | Fraction = 0.05
     lr_decay: Literal["linear", "cosine", "constant"] = "linear"
     eval_every: Count | Literal["auto"] = "auto"
     log_every: Count = 5

@@ -165,18 +165,14 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.4f} (1/{1 / share:.1f})" if share else "0"
-
-
 def summary_table(summary: Summary) -> Table:
     """The outcome of one run, to print."""
     table = Table(title=f"{summary.optimizer}, {summary.workers} workers, {summary.steps} steps", show_header=False)
     rows = {
         "held-out loss": f"{summary.eval_loss:.4f}",
         "payload per worker": human_bytes(summary.payload_bytes),
-        "of 16-bit all-reduce": _share(summary.share_of_16bit),
-        "the same, compressed stage": _share(summary.compressed_share_of_16bit),
+        "of 16-bit all-reduce": _fraction(summary.share_of_16bit),
+        "the same, compressed stage": _fraction(summary.compressed_share_of_16bit),
         "time": f"{summary.seconds:.1f} s",
         "samples/s": ", ".join(f"{stage} {speed:.0f}" for stage, speed in summary.samples_per_s.items()),
         "parameters": f"{summary.parameters:,}",
@@ -201,26 +197,26 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The rows of compare.json, to print."""
     first = rows[0]
     title = f"{first['workers']} workers, {first['steps']} steps, {first['parameters']:,} parameters"
-    table = Table("optimizer", title=title)
-    headings = (
-        "held-out loss",
-        "payload per worker",
-        "of 16-bit all-reduce",
-        "compressed stage alone",
-        "seconds",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    caption = "payload: of one worker; share: of a 16-bit all-reduce in every step; compressed: its share in that stage"
+    table = Table(title=title, caption=caption)
+    table.add_column("optimizer", no_wrap=True)
+    for heading in ("held-out", "payload", "share", "compressed", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
+        more = 100 * (row["eval_loss"] / first["eval_loss"] - 1)
         table.add_row(
             row["optimizer"],
-            f"{row['eval_loss']:.4f} ({100 * (row['eval_loss'] / first['eval_loss'] - 1):+.1f} %)",
+            f"{row['eval_loss']:.3f}" + ("" if row is first else f" {more:+.1f} %"),
             human_bytes(row["payload_bytes"]),
-            _share(row["share_of_16bit"]),
-            _share(row["compressed_share_of_16bit"]),
-            f"{row['seconds']:.1f}",
+            _fraction(row["share_of_16bit"]),
+            _fraction(row["compressed_share_of_16bit"]),
+            f"{row['seconds']:.1f} s",
         )
     return table
+
+
+def _fraction(share: float | None) -> str:
+    return f"1/{1 / share:.1f}" if share else "-"
 
 
 def read_summary(folder: Path) -> Summary:

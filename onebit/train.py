@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -139,17 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         launched = options.runs is not None
-        _obey_the_launcher(launched)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a traceback
         display = Display(Console(), options.quiet)
         jobs = _jobs(options)
         with _group(jobs[0][0].train.timeout_s) as (comm, device, reason):
-            if comm.rank == 0 and not launched:
+            if comm.rank == 0:
                 display.say(f"device: {reason}")
             for recipe, out in jobs:
-                if comm.rank == 0:
-                    all_or_none(comm, partial(check_out, out, options.overwrite))
-                else:
-                    all_or_none(comm, lambda: None)
+                if not launched:  # else the launcher has looked
+                    _check_out_together(comm, out, options.overwrite)
                 _seed_dropout(recipe, comm.rank)
                 summary = run(recipe, comm, device, out, display)
                 if comm.rank == 0 and not launched and not options.quiet:
@@ -168,6 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         _end(2 if isinstance(error, OnebitError) else 1)
     return 0
+
+
+def _check_out_together(comm: Comm, out: Path, overwrite: bool) -> None:
+    """`check_out` on worker 0, which writes; all workers raise what it finds."""
+    all_or_none(comm, partial(check_out, out, overwrite) if comm.rank == 0 else lambda: None)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -227,20 +229,6 @@ def choose_device(local_rank: int, local_workers: int) -> tuple[torch.device, st
         return torch.device("cuda", local_rank), f"cuda with nccl ({local_workers} workers here, {gpus} GPUs)"
     why = f"{local_workers} workers here, only {gpus} GPUs" if gpus else "no CUDA device"
     return torch.device("cpu"), f"cpu ({why})"
-
-
-def _obey_the_launcher(launched: bool) -> None:
-    """End at once on Ctrl-C, without a traceback, and when the launcher is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if launched:
-        parent = os.getppid()
-
-        def watch() -> None:
-            while os.getppid() == parent:
-                time.sleep(0.5)
-            os._exit(1)
-
-        threading.Thread(target=watch, daemon=True).start()
 
 
 def _end(status: int) -> None:

@@ -78,8 +78,7 @@ def end_of_processes(
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_work, args=(rank, n, folder, timeout_s, fn, args), daemon=True)
-            for rank in range(n)
+            context.Process(target=_work, args=(rank, n, folder, timeout_s, fn, args), daemon=True) for rank in range(n)
         ]
         deadline = time.monotonic() + timeout_s
         try:
@@ -111,9 +110,7 @@ def _end(folder: Path, rank: int, exitcode: int | None) -> End:
     return end
 
 
-def _work(
-    rank: int, n: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _work(rank: int, n: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     end = End(rank)

@@ -57,8 +57,8 @@ def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
 
 
 @contextmanager
-def running(tmp_path: Path, recipe: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
-    """A long run of two workers that has begun to train, and the workers' process ids."""
+def running(tmp_path: Path, recipe: Path, training: bool = True) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """A long run of two workers that has begun to train, or only to start, and the workers' process ids."""
     arguments = ["train", recipe, "--steps", "100000", "--out", tmp_path / "out", "--quiet"]
     process = subprocess.Popen(
         [*ONEBIT, *map(str, arguments)], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -67,11 +67,12 @@ def running(tmp_path: Path, recipe: Path) -> Iterator[tuple["subprocess.Popen[st
     try:
         metrics = tmp_path / "out.partial" / "metrics.jsonl"
         deadline = time.monotonic() + 90
-        while not (metrics.exists() and metrics.stat().st_size):
+        while len(workers) < 2 or (training and not (metrics.exists() and metrics.stat().st_size)):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            workers = [int(pid) for pid in children.read_text().split()]
         assert len(workers) == 2
         yield process, workers
     finally:
@@ -79,6 +80,8 @@ def running(tmp_path: Path, recipe: Path) -> Iterator[tuple["subprocess.Popen[st
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+        if process.stderr:
+            process.stderr.close()
 
 
 def no_longer_runs(pid: int) -> bool:
@@ -99,19 +102,23 @@ def one_sentence(stderr: str) -> str:
 
 
 def test_two_processes_do_what_two_virtual_workers_do(tmp_path: Path, recipe: Path) -> None:
-    for flag, out in (("--workers", "processes"), ("--virtual", "threads")):
-        result = call(*ONEBIT, "train", recipe, flag, 2, "--out", tmp_path / out)
-        assert result.returncode == 0, result.stderr
-        assert result.stderr == ""
-        assert "held-out loss" in result.stdout
-        assert str(tmp_path / out) in result.stdout
+    (tmp_path / "processes").mkdir()
+    (tmp_path / "processes" / "old").write_text("to be replaced")
+    result = call(*ONEBIT, "train", recipe, "--workers", 2, "--out", tmp_path / "processes", "--overwrite")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "held-out loss" in result.stdout
+    assert str(tmp_path / "processes") in result.stdout
+    arguments = ["train", recipe, "--virtual", 2, "--out", tmp_path / "threads"]
+    inside = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert inside.exit_code == 0, inside.output
     processes, threads = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("processes", "threads"))
     for a, b in zip(processes, threads, strict=True):
         for key in ("step", "stage", "payload_bytes", "payload_total", "lr"):
             assert a.get(key) == b.get(key)
         for key in {"loss", "eval_loss"} & a.keys():
             assert a[key] == pytest.approx(b[key], rel=1e-3)
-    assert (tmp_path / "processes" / "model" / "model.safetensors").exists()
+    assert sorted(p.name for p in (tmp_path / "processes").iterdir()) == ["metrics.jsonl", "model", "summary.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["processes", "recipe.toml", "threads"]
 
 
@@ -229,9 +236,9 @@ def test_a_killed_worker_ends_the_run_with_one_sentence(tmp_path: Path, recipe: 
 
 
 @needs_proc
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_ctrl_c_ends_all_workers_at_once(tmp_path: Path, recipe: Path, whole_group: bool) -> None:
-    with running(tmp_path, recipe) as (process, workers):
+@pytest.mark.parametrize(("training", "whole_group"), [(True, True), (False, True), (False, False)])
+def test_ctrl_c_ends_all_workers_at_once(tmp_path: Path, recipe: Path, training: bool, whole_group: bool) -> None:
+    with running(tmp_path, recipe, training) as (process, workers):
         began = time.monotonic()
         (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=30)
@@ -239,6 +246,18 @@ def test_ctrl_c_ends_all_workers_at_once(tmp_path: Path, recipe: Path, whole_gro
         assert process.returncode == 130
         assert "interrupted" in one_sentence(stderr)
         assert all(no_longer_runs(pid) for pid in workers)
+    assert not (tmp_path / "out").exists()
+
+
+@needs_proc
+def test_workers_do_not_outlive_their_launcher(tmp_path: Path, recipe: Path) -> None:
+    with running(tmp_path, recipe, training=False) as (process, workers):
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 60
+        while not all(no_longer_runs(pid) for pid in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     assert not (tmp_path / "out").exists()
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from onebit.codec import BucketCodec, OneBit
 from onebit.errors import ConfigError
-from onebit.kernels import pack_signs, unpack_signs
-from onebit.kernels.reference import pack_bits, unpack_bits
+from onebit.kernels import pack_bits, pack_signs, spread, unpack_bits, unpack_signs
 from onebit.layout import Bucket, FlatLayout
 
 LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=100)
@@ -90,12 +89,27 @@ def test_both_zeros_pack_as_1_and_nan_as_0():
     assert pack_signs(x).tolist() == [0b11010100]
 
 
+def test_all_256_bytes_unpack_to_their_binary_digits_and_pack_back():
+    every = torch.arange(256).to(torch.uint8)
+    digits = [[c == "1" for c in f"{value:08b}"] for value in range(256)]
+    assert unpack_bits(every).view(256, 8).tolist() == digits
+    assert unpack_signs(every, torch.float64).view(256, 8).tolist() == [[2.0 * d - 1 for d in row] for row in digits]
+    assert torch.equal(pack_bits(torch.tensor(digits).view(-1)), every)
+
+
 @LAWS
-@given(st.integers(1, 3), st.integers(0, 5), st.data())
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.sampled_from([torch.float32, torch.float64]))
+def test_spread_repeats_each_value_as_often_as_it_says(lengths, dtype):
+    values = torch.arange(1, len(lengths) + 1).to(dtype)
+    out = spread(values, lengths)
+    assert out.dtype == dtype
+    assert out.tolist() == [float(i) for i, length in enumerate(lengths, start=1) for _ in range(length)]
+
+
+@LAWS
+@given(st.integers(1, 3), st.integers(1, 5), st.data())
 def test_packing_bits_and_unpacking_them_is_the_identity(rows, octets, data):
-    bits = data.draw(
-        st.lists(st.booleans(), min_size=rows * octets * 8, max_size=rows * octets * 8), label="bits"
-    )
+    bits = data.draw(st.lists(st.booleans(), min_size=rows * octets * 8, max_size=rows * octets * 8), label="bits")
     flags = torch.tensor(bits, dtype=torch.bool).view(rows, octets * 8)
     packed = pack_bits(flags)
     assert packed.shape == (rows, octets)
@@ -334,6 +348,10 @@ def test_dead_elements_decode_to_zero_and_take_no_part_in_a_scale(bucket, settin
     x = random(bucket, seed, torch.float64)
     messages = codec.encode(x)  # the dead elements of x are not zero, and yet count for nothing
     assert torch.equal(codec.encode(x * alive), messages)
+    for chunk, (row, live_row) in enumerate(
+        zip(*[part.view(bucket.workers, -1) for part in (x, x * alive)], strict=True)
+    ):
+        assert torch.equal(codec.encode_chunk(row, chunk), codec.encode_chunk(live_row, chunk))
     decoded = codec.decode(messages)
     assert int(decoded[~alive].ne(0).sum()) == 0
     got = torch.cat([codec.scales(message, chunk) for chunk, message in enumerate(messages)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import fsum, prod
@@ -22,7 +23,7 @@ from onebit.exchange import Exchange
 from onebit.layout import Bucket, FlatLayout
 from onebit.virtual import run_workers
 
-LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=20)
 CPU = torch.device("cpu")
 KINDS = st.sampled_from(["rms", "mean"])
 MULTIPLIERS = st.sampled_from([1.0, 0.7, 1.3])
@@ -69,7 +70,7 @@ class Plan:
 
     workers: int
     shapes: tuple[tuple[int, ...], ...] = ODD
-    codec: OneBit = OneBit()
+    codec: OneBit = field(default_factory=OneBit)
     bucket_elements: int | None = None
     dtype: torch.dtype = torch.float32
     steps: int = 4
@@ -177,8 +178,10 @@ def simulate(comm: Comm, plan: Plan) -> Trace:
     return trace
 
 
-def virtually(plan: Plan) -> list[Trace]:
-    return run_workers(plan.workers, lambda comm: simulate(comm, plan))
+@cache
+def virtually(plan: Plan) -> tuple[Trace, ...]:
+    """The traces of n threads. Plans are run once; the traces are read, never written."""
+    return tuple(run_workers(plan.workers, lambda comm: simulate(comm, plan)))
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -198,7 +201,7 @@ def assert_same_traces(mine: Trace, other: Trace) -> None:
         assert [step for step, (a, b) in enumerate(pairs) if not same_bits(a, b)] == [], name
 
 
-def assert_workers_agree(traces: list[Trace]) -> None:
+def assert_workers_agree(traces: Sequence[Trace]) -> None:
     for other in traces[1:]:
         assert other.finite == traces[0].finite
         for step, (a, b) in enumerate(zip(traces[0].out, other.out, strict=True)):
@@ -259,7 +262,7 @@ def exact_input(layout: FlatLayout, seed: int, exponent: int, dtype: torch.dtype
     return signs.to(dtype) * magnitude * real(layout)
 
 
-@settings(LAWS, max_examples=60)
+@settings(LAWS, max_examples=30)
 @given(
     st.integers(1, 8),
     SHAPES,
@@ -327,7 +330,7 @@ def test_opposite_signs_average_to_zero_and_the_whole_input_is_accounted_for():
 # --- conservation ---------------------------------------------------------------------------------------------------
 
 
-def rounding_bound(plan: Plan, traces: list[Trace], step: int) -> Tensor:
+def rounding_bound(plan: Plan, traces: Sequence[Trace], step: int) -> Tensor:
     """How far n x (sent + held - put in) may be from 0 after one step, [layout.numel], float64.
 
     With u half the distance from 1 to the next number, each operation errs by at most u times its result:
@@ -350,7 +353,7 @@ def rounding_bound(plan: Plan, traces: list[Trace], step: int) -> Tensor:
     return 1.01 * info.eps / 2 * (workers + server) + 8 * n * info.smallest_normal * info.eps
 
 
-def assert_conserved(plan: Plan, traces: list[Trace]) -> None:
+def assert_conserved(plan: Plan, traces: Sequence[Trace]) -> None:
     """n sent + held afterwards = put in + f held before, for every step and, without f, for all together."""
     n, layout = plan.workers, plan.layout()
     total_bound = torch.zeros(layout.numel, dtype=torch.float64)
@@ -388,7 +391,7 @@ def assert_conserved(plan: Plan, traces: list[Trace]) -> None:
         codec=codecs(MULTIPLIERS),
         bucket_elements=st.one_of(st.none(), st.integers(1, 60)),
         dtype=st.sampled_from([torch.float32, torch.float64]),
-        steps=st.just(10),
+        steps=st.just(8),
         seed=st.integers(0, 10_000),
         dead=st.sampled_from([0.0, 0.3, 0.9]),
         stir=st.integers(1, 6),
@@ -408,21 +411,22 @@ def test_sent_plus_held_equals_put_in_for_any_layout_codec_and_dead_elements(pla
         assert int(served(plan.layout(), [t.server_error[step] for t in traces])[padding].ne(0).sum()) == 0
 
 
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_conservation_holds_over_thirty_steps_with_wake_ups_in_the_middle(codec, dtype):
-    plan = Plan(3, codec=codec, dtype=dtype, bucket_elements=20, steps=30, dead=0.4, stir=12)
+@pytest.mark.parametrize(
+    ("codec", "dtype"), list(zip(ALL_CODECS, [torch.float32, torch.float64] * 3, strict=True)), ids=str
+)
+def test_conservation_holds_over_many_steps_with_wake_ups_in_the_middle(codec, dtype):
+    plan = Plan(3, codec=codec, dtype=dtype, bucket_elements=20, steps=24, dead=0.4, stir=8)
     traces = virtually(plan)
     woken = [step for step, mask in enumerate(traces[0].woken) if mask is not None and mask.any()]
     assert woken
-    assert min(woken) > 12
+    assert min(woken) > 8
     assert_workers_agree(traces)
     assert_conserved(plan, traces)
 
 
 def test_conservation_notices_one_lost_error():
     plan = Plan(2, steps=3)
-    traces = virtually(plan)
+    traces = run_workers(2, lambda comm: simulate(comm, plan))
     assert_conserved(plan, traces)
     traces[1].worker_error[1][3] *= 1.001
     with pytest.raises(AssertionError):
@@ -430,18 +434,18 @@ def test_conservation_notices_one_lost_error():
 
 
 def test_the_mean_of_many_outputs_approaches_the_mean_of_a_constant_input():
-    plan = Plan(3, steps=200)
+    plan = Plan(3, steps=100)
     layout = plan.layout()
     x = [plan.input(rank, 0) for rank in range(3)]
 
     def worker(comm: Comm) -> Tensor:
         exchange = new_exchange(plan, comm)
-        return sum((average(exchange, x[comm.rank])[0] for _ in range(200)), layout.zeros(torch.float32, CPU)) / 200
+        return sum((average(exchange, x[comm.rank])[0] for _ in range(100)), layout.zeros(torch.float32, CPU)) / 100
 
     mean = (x[0] + x[1] + x[2]) / 3
     once = virtually(replace(plan, steps=1))[0].out[0]
     many = run_workers(3, worker)[0]
-    assert float((many - mean).norm()) < 0.05 * float((once - mean).norm())
+    assert float((many - mean).norm()) < 0.1 * float((once - mean).norm())
 
 
 # --- the same bits everywhere ---------------------------------------------------------------------------------------
@@ -478,7 +482,7 @@ def gloo_program(comm: Distributed) -> dict[int, list[Trace]]:
 
 @pytest.fixture(scope="module")
 def gloo() -> list[dict[int, list[Trace]]]:
-    return run_processes(8, gloo_program, timeout_s=120)
+    return run_processes(8, gloo_program, timeout_s=180)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -506,11 +510,12 @@ def test_solo_matches_one_virtual_worker_bitwise():
 
 def test_a_run_of_virtual_workers_repeats_itself_bitwise():
     plan = plans(3)[4]
-    for first, second in zip(virtually(plan), virtually(plan), strict=True):
+    again = run_workers(3, lambda comm: simulate(comm, plan))
+    for first, second in zip(virtually(plan), again, strict=True):
         assert_same_traces(first, second)
 
 
-def test_the_order_in_which_buckets_are_waited_for_does_not_matter_and_x_is_used_up():
+def test_start_adds_the_error_into_the_given_input():
     layout = Plan(1).layout()
     exchange = Exchange(layout, OneBit(), Solo(), torch.float32, CPU)
     x = Plan(1).input(0, 0)
@@ -628,15 +633,15 @@ def errors_of(exchange: Exchange) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("codec", ALL_CODECS, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_one_bad_element_on_one_worker_is_seen_by_all_and_poisons_nothing(codec, n, bad):
     plan = Plan(n, codec=codec, bucket_elements=20)
-    places = torch.nonzero(real(plan.layout())).flatten().tolist()[::7]
+    places = torch.nonzero(real(plan.layout())).flatten().tolist()[::13]
 
     def worker(comm: Comm) -> None:
         spared, struck = new_exchange(plan, comm), new_exchange(plan, comm)
-        for step in range(3):
+        for step in range(2):
             x = plan.input(comm.rank, step)
             for at in places:
                 poisoned = x.clone()
@@ -865,7 +870,9 @@ def test_the_header_counts_the_dead_elements_that_ask_over_all_workers():
     def worker(comm: Comm) -> Any:
         exchange = Exchange(layout, OneBit(), comm, torch.float32, CPU)
         exchange.set_alive(alive)
-        mean = exchange.start(layout.buckets[0], (torch.arange(16) >= (2 if comm.rank else 1)).float())
+        x = (torch.arange(16) >= (2 if comm.rank else 1)).float()
+        x[::2] *= -1
+        mean = exchange.start(layout.buckets[0], x)
         mean.serve()
         mean.wait()
         return mean.headers.tolist()

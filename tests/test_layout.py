@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod, sqrt
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from onebit.errors import LayoutError, OnebitError
 from onebit.layout import FlatLayout, Run
 
-LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=200)
+LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 CPU = torch.device("cpu")
 
 SHAPES = st.lists(
@@ -64,7 +65,7 @@ def test_layers_keep_their_order_and_shape_and_never_overlap(shapes, workers, bu
     assert [layer.shape for layer in layout.layers] == [tuple(shape) for shape in shapes]
     assert [layer.index for layer in layout.layers] == list(range(len(shapes)))
     assert all(layer.stop - layer.start == prod(layer.shape) for layer in layout.layers)
-    assert all(a.stop <= b.start for a, b in zip(layout.layers, layout.layers[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in pairwise(layout.layers))
 
 
 @LAWS
@@ -72,7 +73,7 @@ def test_layers_keep_their_order_and_shape_and_never_overlap(shapes, workers, bu
 def test_buckets_tile_the_flat_buffer_and_hold_whole_layers(layout):
     assert layout.buckets[0].start == 0
     assert layout.buckets[-1].stop == layout.numel
-    assert all(a.stop == b.start for a, b in zip(layout.buckets, layout.buckets[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(layout.buckets))
     assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
     assert tuple(layer for bucket in layout.buckets for layer in bucket.layers) == layout.layers
     for bucket in layout.buckets:
@@ -100,7 +101,7 @@ def test_a_bucket_exceeds_its_limit_only_for_one_large_layer_and_is_filled_greed
     for bucket in buckets:
         sizes = [layer.numel for layer in bucket.layers if layer.numel]
         assert sum(sizes) <= limit or len(sizes) == 1
-    for bucket, following in zip(buckets, buckets[1:], strict=False):
+    for bucket, following in pairwise(buckets):
         first = following.layers[0]
         assert first.numel > 0
         assert sum(layer.numel for layer in bucket.layers) + first.numel > limit
@@ -128,9 +129,7 @@ def test_runs_are_the_layers_of_one_group_in_one_bucket_and_cover_all(layout):
         assert run.numel == sum(layer.numel for layer in run.layers)
         assert list(range(len(layout.layers)))[run.layer_slice] == [layer.index for layer in run.layers]
         assert run.slice == slice(run.start, run.stop)
-    keys = [
-        (run.group, next(b.index for b in layout.buckets if run.layers[0] in b.layers)) for run in layout.runs
-    ]
+    keys = [(run.group, next(b.index for b in layout.buckets if run.layers[0] in b.layers)) for run in layout.runs]
     assert len(set(keys)) == len(keys)
 
 

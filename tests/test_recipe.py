@@ -35,7 +35,7 @@ from onebit.recipe import Recipe, known_keys, load, parse, resolve
         ({"model": {"hidden_size": 100, "heads": 3}}, ["100", "heads is 3"]),
         ({"model": {"max_position_embeddings": 32}}, ["sequence_length is 64", "32"]),
         ({"data": {"text": "a.txt"}}, ["data.text is 'a.txt'", "list"]),
-        ({"train": {"lr_warmup": 500}}, ["lr_warmup is 500", "300"]),
+        ({"train": {"lr_warmup": 501}}, ["lr_warmup is 501", "500"]),
         ({"train": 3}, ["train is 3", "section"]),
     ],
 )
