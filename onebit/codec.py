@@ -147,6 +147,45 @@ class BucketCodec:
             out *= self.alive.view(self.bucket.workers, -1)[chunk]
         return out
 
+    def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        """The server's part: the mean of the chunk it serves, plus its error, as a message. Changes no state.
+
+        Args:
+            received: uint8 [workers, message_bytes], this chunk from every worker.
+            error: the server error, [chunk].
+            error_factor: [layers of the bucket], or None for 1.
+        """
+        reply = self.encode_chunk(self._served(received, chunk, error, error_factor), chunk)
+        if self.alive is not None:
+            self.header(reply)[...] = self.header(received).sum()
+        return reply
+
+    def commit_served(
+        self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None, reply: Tensor
+    ) -> None:
+        """error = what `serve` compressed - decode(reply), in place."""
+        served = self._served(received, chunk, error, error_factor)
+        torch.sub(served, self.decode_chunk(reply, chunk), out=error)
+
+    def _served(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        total = self.decode_chunk(received[0], chunk)
+        for message in received[1:]:
+            total += self.decode_chunk(message, chunk)
+        total /= len(received)
+        if error_factor is not None:
+            error = error * self.spread_layers(error_factor, 1.0).view(self.bucket.workers, -1)[chunk]
+        return total.add_(error)
+
+    def spread_layers(self, values: Tensor, padding: float) -> Tensor:
+        """Repeat each layer's value over its elements: [layers of the bucket] -> [bucket]."""
+        lengths = [layer.numel for layer in self.bucket.layers]
+        fill = values.new_full((1,), padding)
+        return spread(torch.cat([values, fill]), [*lengths, self.bucket.numel - sum(lengths)]).to(self.dtype)
+
+    def all_scales(self, messages: Tensor) -> Tensor:
+        """The scales of one message per chunk, in order: [blocks of the bucket]."""
+        return torch.cat([self.scales(message, chunk) for chunk, message in enumerate(messages)])
+
     def scales(self, message: Tensor, chunk: int) -> Tensor:
         """The scales of a message, [blocks of that chunk]."""
         return message[: self._head].view(self.dtype)[1 : 1 + self.blocks[chunk]]

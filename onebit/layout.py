@@ -58,6 +58,11 @@ class Bucket:
         return self.stop - self.start
 
     @property
+    def layer_slice(self) -> builtins.slice:
+        """Where the layers of this bucket lie in a list or tensor of one value per layer."""
+        return slice(self.layers[0].index, self.layers[-1].index + 1)
+
+    @property
     def chunk(self) -> int:
         """Elements that one worker serves."""
         return self.numel // self.workers
