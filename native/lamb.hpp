@@ -1,0 +1,142 @@
+// Everyone's side of the compressed stage: from the new momentum's bits to the new parameters.
+#pragma once
+
+#include "bits.hpp"
+#include "reduce.hpp"
+#include "state.hpp"
+
+namespace onebit::ONEBIT_ISA {
+
+// sqrt(v) + eps
+inline void denominator(const float* v, int64_t n, float eps, float* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = __builtin_sqrtf(v[i]) + eps;
+}
+
+// The rebuilt gradient g = (m - beta1 * m_before) / (1 - beta1) and with it v = beta2 * v + (1 - beta2) * g * g.
+// m = now * a and beta1 * m_before = before * b, where a sign may be zero or, with a flat m_before, any float.
+inline void refresh(const float* now, const float* before, const float* v, int64_t n, float a, float b, const Hyper& h,
+                    float* __restrict out) {
+  const float divisor = static_cast<float>(1.0 - h.beta1), keep = static_cast<float>(h.beta2);
+  const float add = static_cast<float>(1.0 - h.beta2);
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = (now[i] * a - before[i] * b) / divisor;
+    out[i] = v[i] * keep + add * g * g;
+  }
+}
+
+// The same where both are signs: g has two magnitudes, so its square needs no arithmetic per element.
+inline void refresh_signs(const float* now, const float* before, const float* v, int64_t n, float a, float b,
+                          const Hyper& h, float* __restrict out) {
+  const float divisor = static_cast<float>(1.0 - h.beta1), keep = static_cast<float>(h.beta2);
+  const float add = static_cast<float>(1.0 - h.beta2);
+  const float same = (a - b) / divisor, other = (a + b) / divisor;
+  const float if_same = add * same * same, if_other = add * other * other;
+  for (int64_t i = 0; i < n; ++i) out[i] = v[i] * keep + (now[i] * before[i] > 0.0f ? if_same : if_other);
+}
+
+// out = v where the mask is 0
+inline void hold(const float* v, const float* mask, int64_t n, float* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = mask[i] != 0.0f ? out[i] : v[i];
+}
+
+inline void quotients(const float* frozen, const float* denominators, const float* fresh, int64_t n, float eps,
+                      bool variance_form, float* __restrict out) {
+  if (variance_form)
+    for (int64_t i = 0; i < n; ++i) out[i] = fresh[i] > 0.0f ? frozen[i] / fresh[i] : 1.0f;
+  else
+    for (int64_t i = 0; i < n; ++i) out[i] = denominators[i] / (__builtin_sqrtf(fresh[i]) + eps);
+}
+
+inline void lamb_measure(const LambMeasureArgs& k) {
+  for_tiles(k.plan, k.threads, [&](int64_t index) {
+    const Tile& t = k.plan.tiles[index];
+    Stage now_stage, before_stage, mask, frozen_stage, fresh_stage, x_stage, refreshed, below, work;
+    const float* now = signs_of(k.now, t, now_stage);
+    const float* before = k.before_flat != nullptr ? k.before_flat + t.at : signs_of(k.before, t, before_stage);
+    const uint8_t* alive = mask_of(k.now.alive, t);
+    if (alive != nullptr) unpack_mask(alive, t.length, mask.at);
+    const float* frozen = flat_of(k.plan, k.frozen, t, frozen_stage);
+    const float* fresh = flat_of(k.plan, k.fresh, t, fresh_stage);
+    const bool two_signs = k.before_flat == nullptr && k.now.alive == nullptr && k.before.alive == nullptr;
+    for (int64_t i = t.first; i < t.last; ++i) {
+      const Piece& p = k.plan.pieces[i];
+      const Hyper& h = k.hyper[p.layer];
+      const int64_t at = p.at - t.at, n = p.length;
+      const float s = k.layer_scale == nullptr ? 1.0f : k.layer_scale[p.layer];
+      const float m = k.now.scales[p.block] / s, eps = static_cast<float>(h.eps);
+      const float beta1 = static_cast<float>(h.beta1);
+      const float m_before = k.before_flat != nullptr ? beta1 : beta1 * (k.before.scales[p.block] / s);
+      denominator(frozen + at, n, eps, below.at);
+
+      float* v = refreshed.at + at;
+      (two_signs ? refresh_signs : refresh)(now + at, before + at, fresh + at, n, m, m_before, h, v);
+      if (alive != nullptr) hold(fresh + at, mask.at + at, n, v);
+      quotients(frozen + at, below.at, v, n, eps, k.variance_form, work.at);
+      if (alive != nullptr)
+        for (int64_t j = 0; j < n; ++j) work.at[j] = mask.at[at + j] != 0.0f ? work.at[j] : 0.0f;
+      k.largest[i] = largest(work.at, n);
+      if (k.fresh.type == Type::f32)
+        std::memcpy(static_cast<float*>(k.fresh.data) + p.at, v, static_cast<size_t>(n) * sizeof(float));
+      else
+        narrow_bf16_random(v, n, static_cast<uint16_t*>(k.fresh.data) + p.at, k.seed, k.step,
+                           k.index + static_cast<uint64_t>(p.at));
+
+      k.direction[i] = k.update[i] = 0;
+      if (h.weight_decay == 0.0) continue;
+      for (int64_t j = 0; j < n; ++j) work.at[j] = now[at + j] * m / below.at[j];
+      k.direction[i] = sum_squares(work.at, n);
+      const float wd = static_cast<float>(h.weight_decay);
+      const float* x = values_of(k.x, p, x_stage);
+      for (int64_t j = 0; j < n; ++j) work.at[j] += x[j] * wd;
+      k.update[i] = sum_squares(work.at, n);
+    }
+  });
+}
+
+// x -= step * (m / (sqrt(v) + eps) + weight_decay * x)
+inline void lamb_apply(const ApplyArgs& k) {
+  for_tiles(k.plan, k.threads, [&](int64_t index) {
+    const Tile& t = k.plan.tiles[index];
+    Stage signs_stage, frozen_stage, x_stage, room;
+    const float* signs = signs_of(k.now, t, signs_stage);
+    const float* frozen = flat_of(k.plan, k.frozen, t, frozen_stage);
+    for (int64_t i = t.first; i < t.last; ++i) {
+      const Piece& p = k.plan.pieces[i];
+      const Hyper& h = k.hyper[p.layer];
+      const float m = k.now.scales[p.block] / (k.layer_scale == nullptr ? 1.0f : k.layer_scale[p.layer]);
+      const float eps = static_cast<float>(h.eps), wd = static_cast<float>(h.weight_decay), step = k.step[p.layer];
+      const float *x = values_of(k.x, p, x_stage), *sign = signs + (p.at - t.at), *v = frozen + (p.at - t.at);
+      float* to = room_for(k.x, p, room);
+#pragma GCC ivdep  // `to` is `x` or a buffer of its own
+      for (int64_t j = 0; j < p.length; ++j) {
+        const float u = sign[j] * m / (__builtin_sqrtf(v[j]) + eps) + x[j] * wd;
+        to[j] = x[j] - u * step;
+      }
+      put_back(k.x, p, room);
+    }
+  });
+}
+
+// x = x * (1 - lr * weight_decay) - lr * m / (sqrt(v) + eps)
+inline void adam_apply(const ApplyArgs& k) {
+  for_tiles(k.plan, k.threads, [&](int64_t index) {
+    const Tile& t = k.plan.tiles[index];
+    Stage signs_stage, frozen_stage, x_stage, room;
+    const float* signs = signs_of(k.now, t, signs_stage);
+    const float* frozen = flat_of(k.plan, k.frozen, t, frozen_stage);
+    for (int64_t i = t.first; i < t.last; ++i) {
+      const Piece& p = k.plan.pieces[i];
+      const Hyper& h = k.hyper[p.layer];
+      const float m = k.now.scales[p.block] / (k.layer_scale == nullptr ? 1.0f : k.layer_scale[p.layer]);
+      const float eps = static_cast<float>(h.eps), keep = static_cast<float>(1.0 - h.lr * h.weight_decay);
+      const float step = static_cast<float>(h.lr) * m;
+      const float *x = values_of(k.x, p, x_stage), *sign = signs + (p.at - t.at), *v = frozen + (p.at - t.at);
+      float* to = room_for(k.x, p, room);
+#pragma GCC ivdep  // `to` is `x` or a buffer of its own
+      for (int64_t j = 0; j < p.length; ++j) to[j] = x[j] * keep - sign[j] * step / (__builtin_sqrtf(v[j]) + eps);
+      put_back(k.x, p, room);
+    }
+  });
+}
+
+}  // namespace onebit::ONEBIT_ISA
