@@ -24,8 +24,7 @@ inline double sum_terms(const float* x, int64_t n, const Vector& vector_term, co
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
     for (int k = 0; k < kLanes / kDoubles; ++k)
-      lanes[k] += vector_term(
-          __builtin_convertvector(*reinterpret_cast<const HalfU*>(x + i + k * kDoubles), DoubleV));
+      lanes[k] += vector_term(widen(x + i + k * kDoubles));
   return join(lanes, x + i, n - i, term);
 }
 
@@ -41,23 +40,6 @@ inline double sum_absolute(const float* x, int64_t n) {
 
 inline double sum_of(const float* x, int64_t n, bool absolute) {
   return absolute ? sum_absolute(x, n) : sum_squares(x, n);
-}
-
-// The largest of 0 and all elements; nan if there is one.
-inline float largest(const float* x, int64_t n) {
-  FloatV best = {};
-  int64_t i = 0;
-  for (; i + kFloats <= n; i += kFloats) {
-    const FloatV v = *reinterpret_cast<const FloatU*>(x + i);
-    best = (v > best) | (v != v) ? v : best;
-  }
-  float result = 0.0f, lanes[kFloats];
-  std::memcpy(lanes, &best, sizeof lanes);
-  for (float v : lanes)
-    if (v > result || v != v) result = v;
-  for (; i < n; ++i)
-    if (x[i] > result || x[i] != x[i]) result = x[i];
-  return result;
 }
 
 // Whether any element is inf or nan.

@@ -11,7 +11,7 @@ inline void server_mean(const ServerArgs& k, const Tile& t, float* mean) {
   const int64_t first_block = k.plan.chunk_blocks[k.chunk];
   const int64_t blocks = k.plan.chunk_blocks[k.chunk + 1] - first_block;
   const float divisor = static_cast<float>(k.workers);
-  clear(mean, t.length);
+  if (!t.full) clear(mean, t.length);
   for (int64_t worker = 0; worker < k.workers; ++worker) {
     unpack_signs(k.received.bits + worker * k.received.stride + t.in_chunk / 8, mask_of(k.received.alive, t), t.length,
                  stage.at);
@@ -20,7 +20,10 @@ inline void server_mean(const ServerArgs& k, const Tile& t, float* mean) {
       const Piece& p = k.plan.pieces[i];
       const float scale = scales[p.block], *signs = stage.at + (p.at - t.at);
       float* __restrict sum = mean + (p.at - t.at);
-      for (int64_t j = 0; j < p.length; ++j) sum[j] += signs[j] * scale;
+      if (worker == 0)
+        for (int64_t j = 0; j < p.length; ++j) sum[j] = signs[j] * scale;
+      else
+        for (int64_t j = 0; j < p.length; ++j) sum[j] += signs[j] * scale;
     }
   }
   for (int64_t i = t.first; i < t.last; ++i) {

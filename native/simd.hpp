@@ -27,9 +27,19 @@ constexpr int kVector = 16;
 typedef float FloatV __attribute__((vector_size(kVector)));
 typedef double DoubleV __attribute__((vector_size(kVector)));
 typedef float FloatU __attribute__((vector_size(kVector), aligned(4), may_alias));      // unaligned in memory
-typedef float HalfU __attribute__((vector_size(kVector / 2), aligned(4), may_alias));   // as many lanes as DoubleV
 
 constexpr int kFloats = kVector / 4, kDoubles = kVector / 8;
+
+// As many floats as a DoubleV has lanes. GCC 12 makes a detour of __builtin_convertvector, hence the intrinsics.
+inline DoubleV widen(const float* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtps_pd(_mm256_loadu_ps(x));
+#elif defined(__AVX__)
+  return _mm256_cvtps_pd(_mm_loadu_ps(x));
+#else
+  return DoubleV{x[0], x[1]};
+#endif
+}
 
 typedef uint32_t __attribute__((may_alias)) Bits32;
 
@@ -48,8 +58,9 @@ inline void for_tiles(const Plan& plan, int threads, const Body& body) {
 }
 
 // A buffer for one tile, on the stack of the thread that works on it.
+// The odd size keeps equal offsets in different stages out of the same cache set.
 struct alignas(64) Stage {
-  float at[kMaxTile];
+  float at[kMaxTile + 80];
 };
 
 }  // namespace onebit::ONEBIT_ISA

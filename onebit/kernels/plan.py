@@ -1,7 +1,7 @@
 """How a bucket is cut for the native kernels: tiles, and pieces (block and layer and tile have them in common).
 
-A tile is a run of elements that one thread handles at a time; its buffers stay in the first-level cache. A piece has one
-scale, one layer and one tile, so a kernel's inner loops see constants only.
+A tile is a run of elements that one thread handles at a time; its buffers stay in the first-level cache. A piece has
+one scale, one layer and one tile, so a kernel's inner loops see constants only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cut_pieces(bucket: Bucket, blocks: Blocks, tile: int = TILE) -> Tensor:
     stops = torch.tensor([layer.stop - bucket.start for layer in bucket.layers], dtype=torch.int64)
     offsets = torch.arange(0, bucket.chunk, tile)
     tiles = (torch.arange(bucket.workers)[:, None] * bucket.chunk + offsets).flatten()
-    edges = torch.cat([spans[:, 0], spans.sum(1), starts, stops, tiles]).unique()
+    edges = torch.unique_consecutive(torch.cat([spans[:, 0], spans.sum(1), starts, stops, tiles]).sort().values)
     at, length = edges[:-1], edges[1:] - edges[:-1]
     inside = at < int(stops[-1])
     at, length = at[inside], length[inside]
