@@ -92,16 +92,14 @@ class Backend(Protocol):
         now: Momentum,
         before: Momentum | Tensor,
         v_frozen: Tensor,
-        v_fresh: Tensor | None,
+        v_fresh: Tensor,
         hypers: Hypers,
         scale: Tensor | None,
         form: lamb.RatioForm,
         step: int,
     ) -> tuple[Tensor, lamb.Norms]:
-        """Refresh the variance, in place; return the largest quotients and the norms (x is not filled in).
-
-        Without `v_fresh` the quotients are 1.
-        """
+        """Refresh the variance, in place; return the largest quotients, [layers], and norms: `direction` and `update`
+        equal where the weight decay is 0, `x` of no meaning. `step` counts updates, for random rounding."""
 
     def apply(
         self,
@@ -179,7 +177,7 @@ class TorchBackend:
         now: Momentum,
         before: Momentum | Tensor,
         v_frozen: Tensor,
-        v_fresh: Tensor | None,
+        v_fresh: Tensor,
         hypers: Hypers,
         scale: Tensor | None,
         form: lamb.RatioForm,
@@ -191,9 +189,6 @@ class TorchBackend:
             hyper = hypers.of(run)
             u, norm = lamb.direction(x[layers], m_new[here], v_frozen[here], run, hyper)
             norms.append((norm, norm, run.norms(u) if hyper.weight_decay else norm))
-            if v_fresh is None:
-                quotients.append(v_frozen.new_ones(len(run.layers)))
-                continue
             alive = None if now.mask is None else now.mask[here]
             lamb.refresh_variance(m_new[here], m_old[here], v_fresh[here], alive, hyper)
             quotients.append(lamb.largest_quotient(v_frozen[here], v_fresh[here], alive, run, hyper, form))

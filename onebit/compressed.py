@@ -226,6 +226,8 @@ class OneBitLamb(Lamb):
         if self.comm.rank == 0:
             asleep = 0 if exchange.alive is None else int((~exchange.alive).sum())
             log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
+            if self._mask is not None and self._hold and self._kernels == "native":
+                log.info("exp_avg_mask was given: the worker's part runs in torch, which is slower")
 
     def _allocate_compressed(self) -> Exchange:
         """Add the state of the compressed stage, at its neutral values."""
@@ -333,8 +335,8 @@ class OneBitLamb(Lamb):
         if self._late:
             self._prepare_late_layers(codec, now, hypers)
         form: lamb.RatioForm = "variance" if self._ratio_form == "variance" else "sqrt"
-        quotient, norms = self._backend.measure(codec, x, now, before, v, fresh, hypers, scale, form, self._steps)
         if fresh is not None:
+            quotient, norms = self._backend.measure(codec, x, now, before, v, fresh, hypers, scale, form, self._steps)
             layers["ratio"].copy_(lamb.next_ratio(quotient, layers["ratio"], norms, self._ratio_rule(form)))
         coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
         rates = hypers.rates(self._device)[bucket.layer_slice]

@@ -94,7 +94,7 @@ def warmup_moments(g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tuple[Tenso
     """The next momentum and variance, new tensors; every operation rounded by itself, as faster kernels do it."""
     return (
         m * hyper.beta1 + g * (1 - hyper.beta1),  # [A1: momentum]
-        v * hyper.beta2 + g * g * (1 - hyper.beta2),  # [A1: variance]
+        v * hyper.beta2 + g * (1 - hyper.beta2) * g,  # [A1: variance]
     )
 
 
@@ -171,7 +171,7 @@ def refresh_variance(m_new: Tensor, m_old: Tensor, v_fresh: Tensor, alive: Tenso
         alive: bool [numel]; dead elements keep their variance. None: all alive.
     """
     g = (m_new - m_old * hyper.beta1).div_(1 - hyper.beta1)  # [A1:15-21 rebuilt gradient]
-    refreshed = v_fresh * hyper.beta2 + g * g * (1 - hyper.beta2)  # [A1:15-21 fresh variance]
+    refreshed = v_fresh * hyper.beta2 + g * (1 - hyper.beta2) * g  # [A1:15-21 fresh variance]
     v_fresh.copy_(refreshed if alive is None else torch.where(alive, refreshed, v_fresh))
 
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-import onebit
 from onebit import lamb
 from onebit.backend import Backend, Hypers, TorchBackend
 from onebit.checks import check_group, check_in, check_parameters, fingerprints
 from onebit.comm import Comm, check_same, default_comm
 from onebit.errors import ConfigError
+from onebit.kernels import choose
 from onebit.layout import FlatLayout
+from onebit.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -338,7 +339,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, apart from the parameters."""
-        named = [("onebit version", onebit.__version__), ("optimizer", type(self).__name__)]
+        named = [("onebit version", __version__), ("optimizer", type(self).__name__)]
         named += [("workers", str(self.comm.size)), ("coefficient rule", repr(self._coeff_rule))]
         named += [("bias_correction", str(self._bias_correction)), ("transport", self._transport)]
         named += [("bucket_elements", str(self._bucket_elements)), ("stage", self.stage.value)]
@@ -355,7 +356,7 @@ class Lamb(torch.optim.Optimizer):
         if self._layout is None:
             self._allocate()
         if self.comm.rank == 0:
-            log.info("kernels: reference (torch, %s; no other back-end is built)", self._device.type)
+            log.info("kernels: %s (%s)", self._kernels, self._kernels_reason)
 
     def _allocate(self) -> None:
         """Lay out the flat order and the state of the warm-up stage, all zero."""
@@ -363,11 +364,19 @@ class Lamb(torch.optim.Optimizer):
         self._dtype, self._device = check_parameters(params, self._names())
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         self._layout = FlatLayout([p.shape for p in params], self.comm.size, groups, self._bucket_elements)
-        self._backend: Backend = TorchBackend(self._layout, self._dtype, self._device)
+        self._kernels, self._kernels_reason = choose(self._device, self._dtype)
+        self._backend = self._build_backend(self._layout)
         for name in ("momentum", "variance"):
             self._add_flat(name)
         for name in ("coeff", "coeff_avg", "coeff_weight"):
             self._add_layerwise(name, 0.0)
+
+    def _build_backend(self, layout: FlatLayout) -> Backend:
+        if self._kernels == "native":
+            from onebit.native_backend import NativeBackend  # imports the compiled module
+
+            return NativeBackend(layout)
+        return TorchBackend(layout, self._dtype, self._device)
 
     def _add_flat(self, name: str) -> Tensor:
         """Add a kind of state with one value per element, zero at first, with a view in every state[p]."""
