@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from onebit.errors import ConfigError
-from onebit.kernels import pack_signs, spread, unpack_signs
-from onebit.layout import Bucket
+from onebit.kernels import pack_signs, unpack_signs
+from onebit.layout import Bucket, spread
 
 MAX_MULTIPLIER = 1.6  # 1.7 diverged on heavy tails in our measurements; the residual is no longer contracted
 
@@ -71,6 +71,9 @@ class BucketCodec:
 
     Attributes:
         blocks: number of blocks of each chunk.
+        spans: the blocks of each chunk in order, as (start, stop) in the chunk.
+        live: the number of elements of each block that are alive, float64 [blocks] for each chunk.
+        head_bytes: bytes of a message before its bits.
         message_bytes: bytes of one message; the same for every chunk.
     """
 
@@ -80,15 +83,15 @@ class BucketCodec:
         self.dtype = dtype
         chunks = [_cut(bucket, codec, chunk) for chunk in range(bucket.workers)]
         self.blocks = [len(cuts) for cuts in chunks]
-        self._spans = [[(start, start + length) for start, length in cuts] for cuts in chunks]
+        self.spans = [[(start, start + length) for start, length in cuts] for cuts in chunks]
         self._lengths = [
             [length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)] for cuts in chunks
         ]  # the padding comes last
         self._device = device
         self.set_alive(None)
         item = torch.empty((), dtype=dtype).element_size()
-        self._head = item * (1 + max(self.blocks))
-        self.message_bytes = -(-(self._head + bucket.chunk // 8) // item) * item
+        self.head_bytes = item * (1 + max(self.blocks))
+        self.message_bytes = -(-(self.head_bytes + bucket.chunk // 8) // item) * item
 
     def set_alive(self, alive: Tensor | None) -> None:
         """Elements whose `alive` is False are dead: they take no part in a scale and decode to zero.
@@ -99,12 +102,12 @@ class BucketCodec:
         self.alive = alive
         if alive is None:
             counts = [lengths[:-1] for lengths in self._lengths]
-            self._live = [torch.tensor(count, dtype=torch.float64, device=self._device) for count in counts]
+            self.live = [torch.tensor(count, dtype=torch.float64, device=self._device) for count in counts]
             return
         rows = alive.view(self.bucket.workers, -1)
-        self._live = [
-            torch.stack([row[a:b].sum(dtype=torch.float64) for a, b in spans]) if spans else self._live[0][:0]
-            for row, spans in zip(rows, self._spans, strict=True)
+        self.live = [
+            torch.stack([row[a:b].sum(dtype=torch.float64) for a, b in spans]) if spans else self.live[0][:0]
+            for row, spans in zip(rows, self.spans, strict=True)
         ]
 
     def encode(self, x: Tensor) -> Tensor:
@@ -140,41 +143,83 @@ class BucketCodec:
     def decode_chunk(self, message: Tensor, chunk: int) -> Tensor:
         """uint8 [message_bytes] -> [chunk]: sign * scale, zero in padding and where dead."""
         scales = torch.cat([self.scales(message, chunk), torch.zeros(1, dtype=self.dtype, device=message.device)])
-        bits = message[self._head : self._head + self.bucket.chunk // 8]
-        out = unpack_signs(bits, self.dtype)
+        out = unpack_signs(self.bits(message), self.dtype)
         out *= spread(scales, self._lengths[chunk])
         if self.alive is not None:
             out *= self.alive.view(self.bucket.workers, -1)[chunk]
         return out
 
+    def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        """The server's part: the mean of the chunk it serves, plus its error, as a message. Changes no state.
+
+        Args:
+            received: uint8 [workers, message_bytes], this chunk from every worker.
+            error: the server error, [chunk].
+            error_factor: [layers of the bucket], or None for 1.
+        """
+        reply = self.encode_chunk(self._served(received, chunk, error, error_factor), chunk)
+        if self.alive is not None:
+            self.header(reply)[...] = self.header(received).sum()
+        return reply
+
+    def commit_served(
+        self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None, reply: Tensor
+    ) -> None:
+        """error = what `serve` compressed - decode(reply), in place."""
+        served = self._served(received, chunk, error, error_factor)
+        torch.sub(served, self.decode_chunk(reply, chunk), out=error)
+
+    def _served(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        total = self.decode_chunk(received[0], chunk)
+        for message in received[1:]:
+            total += self.decode_chunk(message, chunk)
+        total /= len(received)
+        if error_factor is not None:
+            error = error * self.spread_layers(error_factor, 1.0).view(self.bucket.workers, -1)[chunk]
+        return total.add_(error)
+
+    def spread_layers(self, values: Tensor, padding: float) -> Tensor:
+        """Repeat each layer's value over its elements: [layers of the bucket] -> [bucket]."""
+        lengths = [layer.numel for layer in self.bucket.layers]
+        fill = values.new_full((1,), padding)
+        return spread(torch.cat([values, fill]), [*lengths, self.bucket.numel - sum(lengths)]).to(self.dtype)
+
+    def all_scales(self, messages: Tensor) -> Tensor:
+        """The scales of one message per chunk, in order: [blocks of the bucket]."""
+        return torch.cat([self.scales(message, chunk) for chunk, message in enumerate(messages)])
+
     def scales(self, message: Tensor, chunk: int) -> Tensor:
         """The scales of a message, [blocks of that chunk]."""
-        return message[: self._head].view(self.dtype)[1 : 1 + self.blocks[chunk]]
+        return message[: self.head_bytes].view(self.dtype)[1 : 1 + self.blocks[chunk]]
+
+    def bits(self, messages: Tensor) -> Tensor:
+        """The bits of each message, a view that can be written: [..., message_bytes] -> [..., chunk / 8]."""
+        return messages[..., self.head_bytes : self.head_bytes + self.bucket.chunk // 8]
 
     def header(self, messages: Tensor) -> Tensor:
         """The header of each message, a view that can be written: [..., message_bytes] -> [...]."""
-        return messages[..., : self._head].view(self.dtype)[..., 0]
+        return messages[..., : self.head_bytes].view(self.dtype)[..., 0]
 
     def _message(self, x: Tensor, scales: Tensor) -> Tensor:
         message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=x.device)
-        message[: self._head].view(self.dtype)[1 : 1 + len(scales)] = scales
-        message[self._head : self._head + self.bucket.chunk // 8] = pack_signs(x)
+        message[: self.head_bytes].view(self.dtype)[1 : 1 + len(scales)] = scales
+        self.bits(message).copy_(pack_signs(x))
         return message
 
     def _chunk_scales(self, row: Tensor, chunk: int) -> Tensor:
-        if not self._spans[chunk]:  # nothing but padding
+        if not self.spans[chunk]:  # nothing but padding
             return row.new_zeros(0)
-        norms = torch.stack([self._norm(row[a:b]) for a, b in self._spans[chunk]])
-        return self._scale(norms, self._live[chunk])
+        norms = torch.stack([self._norm(row[a:b]) for a, b in self.spans[chunk]])
+        return self.scale_of(norms, self.live[chunk])
 
     def _shared_scale(self, x: Tensor) -> Tensor:
-        return self._scale(self._norm(x), torch.cat(self._live).sum())
+        return self.scale_of(self._norm(x), torch.cat(self.live).sum())
 
     def _norm(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, 2 if self.codec.kind == "rms" else 1, dtype=torch.float64)
         return norm
 
-    def _scale(self, norm: Tensor, live: Tensor) -> Tensor:
+    def scale_of(self, norm: Tensor, live: Tensor) -> Tensor:
         """RMS or mean over the live elements. Without any, norm is 0, or nan if a dead element was not finite."""
         count = live.clamp(min=1)
         size = count.sqrt() if self.codec.kind == "rms" else count

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
+from onebit.backend import Hypers, Momentum
 from onebit.checks import check_in
-from onebit.codec import OneBit
+from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
-from onebit.exchange import BucketMean, Exchange
-from onebit.layout import Run
+from onebit.exchange import Exchange
+from onebit.layout import Bucket
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS, Lamb, Stage, Transport
 
 if TYPE_CHECKING:
@@ -137,13 +138,27 @@ class OneBitLamb(Lamb):
         stats = super().stats()
         if self._exchange is not None:
             stats["ratios"] = dict(zip(self._names(), self._layerwise["ratio"].tolist(), strict=True))
+            momentum = torch.cat([m.flatten() for m in self.decoded_momentum()])
             for name, flat in [
-                ("momentum_norm", self._flat["momentum"]),
+                ("momentum_norm", momentum),
                 ("worker_error_norm", self._exchange.worker_error),
                 ("server_error_norm", self._exchange.server_error),
             ]:
                 stats[name] = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
         return stats
+
+    @torch.no_grad()
+    def decoded_momentum(self) -> list[Tensor]:
+        """The global momentum of each layer, in its shape: a new tensor each, zeros before the first step."""
+        if self._layout is None:
+            return [torch.zeros_like(p) for p in self._params()]
+        if self._exchange is None:
+            return [view.clone() for view in self._layout.views(self._flat["momentum"])]
+        decoded = [
+            self._backend.momentum(codec, self._momentum[bucket.index], self._layer_scale(bucket))
+            for bucket, codec in zip(self._layout.buckets, self._exchange.codecs, strict=True)
+        ]
+        return [view.clone() for view in self._layout.views(torch.cat(decoded))]
 
     def _settings(self) -> list[tuple[str, str]]:
         named = [*super()._settings(), ("freeze_step", str(self.freeze_step)), ("codec", repr(self._codec))]
@@ -159,6 +174,8 @@ class OneBitLamb(Lamb):
             extra["server_error"] = self._exchange.server_error
             extra["alive"] = self._exchange.alive
             extra["wake_wanted"] = self._exchange.wake_wanted
+            if "momentum" not in self._flat:
+                extra["momentum"] = [(m.messages, m.mask) for m in self._momentum if isinstance(m, Momentum)]
         return extra
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -169,6 +186,8 @@ class OneBitLamb(Lamb):
         exchange = self._allocate_compressed()
         exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
         exchange.wake_wanted = extra["wake_wanted"]
+        if "momentum" in extra:
+            self._keep([Momentum(messages.clone(), mask) for messages, mask in extra["momentum"]])
         if extra["rank"] == self.comm.rank:
             exchange.worker_error.copy_(extra["worker_error"])
             exchange.server_error.copy_(extra["server_error"])
@@ -191,7 +210,7 @@ class OneBitLamb(Lamb):
         assert self._layout is not None
         v = self._flat["variance"]
         dead = (v == 0) & (self._flat["momentum"] == 0)
-        for run, _, _ in self._runs():
+        for run in self._layout.runs:
             lamb.freeze_variance(v[run.slice], dead[run.slice] if self._hold else None, run, self._variance_floor)
         if self._coeff_bias_correction:
             weight = self._layerwise["coeff_weight"]
@@ -207,6 +226,8 @@ class OneBitLamb(Lamb):
         if self.comm.rank == 0:
             asleep = 0 if exchange.alive is None else int((~exchange.alive).sum())
             log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
+            if self._mask is not None and self._hold and self._kernels == "native":
+                log.info("exp_avg_mask was given: the worker's part runs in torch, which is slower")
 
     def _allocate_compressed(self) -> Exchange:
         """Add the state of the compressed stage, at its neutral values."""
@@ -218,7 +239,9 @@ class OneBitLamb(Lamb):
             self._add_layerwise("momentum_scale", 1.0)
         if self._scaled_error:
             self._add_layerwise("step_size", 0.0)
-        self._exchange = Exchange(self._layout, self._codec, self.comm, self._dtype, self._device)
+        codecs = [self._backend.codec(bucket, self._codec) for bucket in self._layout.buckets]
+        self._exchange = Exchange(self._layout, self._codec, self.comm, self._dtype, self._device, codecs)
+        self._momentum: list[Momentum | Tensor] = [self._flat["momentum"][b.slice] for b in self._layout.buckets]
         self._mask = self._user_mask()
         self._late = True  # looked up again after the first update
         return self._exchange
@@ -249,87 +272,106 @@ class OneBitLamb(Lamb):
         sizes = torch.tensor([layer.numel for layer in self._layout.layers], dtype=torch.float64, device=self._device)
         return lamb.momentum_scales(norms, sizes)
 
-    def _scale(self, run: Run) -> Tensor | None:
-        """The momentum scales of a run, spread over its elements; None where layers have scales of their own."""
-        if "momentum_scale" not in self._layerwise:
-            return None
-        return run.spread(self._layerwise["momentum_scale"][run.layer_slice])
+    def _layer_scale(self, bucket: Bucket) -> Tensor | None:
+        """The momentum scales of a bucket's layers; None where layers have 1-bit scales of their own."""
+        scales = self._layerwise.get("momentum_scale")
+        return None if scales is None else scales[bucket.layer_slice]
 
     def _compressed_step(self, exchange: Exchange) -> None:
         """Worker's part, exchange, everyone's part. Nothing is kept unless all of it was finite on all workers."""
         exchange.wake()
-        g = self._gradients()
-        factor = self._error_factor()
-        for run, _, hyper in self._runs():
-            lamb.local_momentum(self._flat["momentum"][run.slice], g[run.slice], hyper.beta1, self._scale(run))
-        if self._mask is not None and self._hold:
-            g *= self._mask
+        hypers, grads, factor = self._hypers(), self._gradients(), self._error_factor()
         means = []
-        for bucket in exchange.layout.buckets:
-            part = None if factor is None else factor[bucket.slice]
-            means.append(exchange.start(bucket, g[bucket.slice], part))
+        for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
+            mask = None if self._mask is None or not self._hold else self._mask[bucket.slice]
+            source = self._backend.source(
+                codec,
+                grads[bucket.layer_slice],
+                self._momentum[bucket.index],
+                hypers,
+                self._layer_scale(bucket),
+                mask,
+            )
+            means.append(exchange.start(bucket, source, None if factor is None else factor[bucket.layer_slice]))
         for mean in means:
             mean.serve()
-        new = torch.cat([mean.wait() for mean in means])
+        gathered = [mean.gather() for mean in means]
         if not all(bool(mean.finite) for mean in means):
             self._skip()
             return
         self._steps += 1
-        self._commit(exchange, means)
-        self._update(exchange, new)
-
-    def _commit(self, exchange: Exchange, means: list[BucketMean]) -> None:
         for mean in means:
             mean.commit()
         exchange.note_headers([mean.headers for mean in means])
+        now = [
+            Momentum(messages, self._momentum_mask(bucket))
+            for messages, bucket in zip(gathered, exchange.layout.buckets, strict=True)
+        ]
+        for bucket in exchange.layout.buckets:
+            self._update(exchange.codecs[bucket.index], now[bucket.index], hypers)
+        self._keep(now)
+        self._late = self._late and bool((self._layerwise["coeff_weight"] == 0).any())
 
-    def _update(self, exchange: Exchange, new: Tensor) -> None:
-        """Everyone's part: from the decoded momentum to the new parameters."""
-        if self._mask is not None:
-            new *= self._mask
-        for run, x, hyper in self._runs():
-            m_new = new[run.slice]
-            scale = self._scale(run)
-            if scale is not None:
-                m_new /= scale
-            self._update_run(run, x, hyper, m_new, None if exchange.alive is None else exchange.alive[run.slice])
-        if self._late:
-            self._late = bool((self._layerwise["coeff_weight"] == 0).any())
+    def _momentum_mask(self, bucket: Bucket) -> Tensor | None:
+        """Where a bucket's momentum is not zero by decree: bool [bucket], or None for everywhere."""
+        assert self._exchange is not None
+        masks = [mask[bucket.slice] for mask in (self._exchange.alive, self._mask) if mask is not None]
+        return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
 
-    def _update_run(
-        self, run: Run, x: Sequence[Tensor], hyper: lamb.Hyper, m_new: Tensor, alive: Tensor | None
-    ) -> None:
-        m, v = self._flat["momentum"][run.slice], self._flat["variance"][run.slice]
-        layers = {name: values[run.layer_slice] for name, values in self._layerwise.items()}
-        fresh = self._flat["fresh_variance"][run.slice] if self._ratio_form != "fixed" else None
+    def _keep(self, momentum: Sequence[Momentum]) -> None:
+        """From here on the momentum is bits; the numbers of the warm-up stage are let go."""
+        self._momentum = list(momentum)
+        self._flat.pop("momentum", None)
+        for state in self.state.values():
+            state.pop("momentum", None)
+
+    def _update(self, codec: BucketCodec, now: Momentum, hypers: Hypers) -> None:
+        """Everyone's part on one bucket: from the momentum that all hold to the new parameters."""
+        bucket, scale = codec.bucket, self._layer_scale(codec.bucket)
+        x, before = self._params()[bucket.layer_slice], self._momentum[bucket.index]
+        v, fresh = self._flat["variance"][bucket.slice], self._flat.get("fresh_variance")
+        fresh = None if fresh is None else fresh[bucket.slice]
+        layers = {name: values[bucket.layer_slice] for name, values in self._layerwise.items()}
         if self._late:
-            lamb.prepare_late_layers(
-                x, m_new, v, fresh, layers["coeff_avg"], layers["coeff_weight"], run, hyper, self._coeff_rule
-            )
-        u, norm = lamb.direction(x, m_new, v, run, hyper)
+            self._prepare_late_layers(codec, now, hypers)
+        form: lamb.RatioForm = "variance" if self._ratio_form == "variance" else "sqrt"
         if fresh is not None:
-            rule = lamb.RatioRule(self._ratio_form, *self._ratio_bounds)  # type: ignore[arg-type]
-            layers["ratio"].copy_(
-                lamb.next_ratio(m_new, m, v, fresh, layers["ratio"], u, norm, alive, run, hyper, rule)
-            )
+            quotient, norms = self._backend.measure(codec, x, now, before, v, fresh, hypers, scale, form, self._steps)
+            layers["ratio"].copy_(lamb.next_ratio(quotient, layers["ratio"], norms, self._ratio_rule(form)))
         coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
-        used = coeff
-        if self._scaled_error:  # the step size must be known before compression: last step's coefficient (DEV-4)
-            used = layers["coeff"].clone()
-            layers["step_size"].copy_(hyper.lr * used)
+        rates = hypers.rates(self._device)[bucket.layer_slice]
+        step_size = rates * (layers["coeff"] if self._scaled_error else coeff)
+        if self._scaled_error:  # it must be known before compression: last step's coefficient (DEV-4)
+            layers["step_size"].copy_(step_size)
         layers["coeff"].copy_(coeff)
-        m.copy_(m_new)
-        lamb.compressed_update(x, u, used, run, hyper.lr)
+        self._backend.apply(codec, x, now, v, hypers, scale, step_size)
+
+    def _ratio_rule(self, form: lamb.RatioForm) -> lamb.RatioRule:
+        return lamb.RatioRule(form, *self._ratio_bounds)
+
+    def _prepare_late_layers(self, codec: BucketCodec, now: Momentum, hypers: Hypers) -> None:
+        assert self._layout is not None
+        m = self._backend.momentum(codec, now, self._layer_scale(codec.bucket))
+        for run in self._layout.runs:
+            if codec.bucket.start <= run.start < codec.bucket.stop:
+                fresh = self._flat.get("fresh_variance")
+                lamb.prepare_late_layers(
+                    self._params()[run.layer_slice],
+                    m[run.start - codec.bucket.start : run.stop - codec.bucket.start],
+                    self._flat["variance"][run.slice],
+                    None if fresh is None else fresh[run.slice],
+                    self._layerwise["coeff_avg"][run.layer_slice],
+                    self._layerwise["coeff_weight"][run.layer_slice],
+                    run,
+                    hypers.of(run),
+                    self._coeff_rule,
+                )
 
     def _error_factor(self) -> Tensor | None:
-        """How the step sizes shrank or grew, the factor on both errors: [layout.numel], or None for 1. (DEV-4)"""
+        """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4)"""
         if not self._scaled_error:
             return None
-        assert self._layout is not None
-        factor = torch.ones(self._layout.numel, dtype=self._dtype, device=self._device)
-        for run, _, hyper in self._runs():
-            before = self._layerwise["step_size"][run.layer_slice]
-            now = hyper.lr * self._layerwise["coeff"][run.layer_slice]
-            both = (before > 0) & (now > 0)
-            factor[run.slice] = run.spread(torch.where(both, before / torch.where(both, now, 1.0), 1.0))
-        return factor
+        before = self._layerwise["step_size"]
+        now = (self._hypers().rates(self._device) * self._layerwise["coeff"]).to(self._dtype)
+        both = (before > 0) & (now > 0)
+        return torch.where(both, before / torch.where(both, now, 1.0), 1.0)

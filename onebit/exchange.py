@@ -19,6 +19,8 @@ asks in the header of its messages for the mask to be exchanged; `wake` does tha
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -37,10 +39,19 @@ class Exchange:
         alive: bool [layout.numel] equal on all workers, or None: no dead elements.
     """
 
-    def __init__(self, layout: FlatLayout, codec: OneBit, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: FlatLayout,
+        codec: OneBit,
+        comm: Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+        codecs: list[BucketCodec] | None = None,
+    ) -> None:
+        """`codecs`: one per bucket, if others than the plain ones are wanted."""
         self.layout = layout
         self.comm = comm
-        self.codecs = [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
+        self.codecs = codecs or [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
         self.worker_error = layout.zeros(dtype, device)
         self.server_error = torch.zeros(layout.numel // layout.workers, dtype=dtype, device=device)
         self.alive: Tensor | None = None
@@ -52,15 +63,15 @@ class Exchange:
         for codec in self.codecs:
             codec.set_alive(None if self.alive is None else self.alive[codec.bucket.slice])
 
-    def start(self, bucket: Bucket, x: Tensor, error_factor: Tensor | None = None) -> BucketMean:
-        """Begin the mean of `x`, [bucket], over the workers. `x` is used up.
+    def start(self, bucket: Bucket, source: Source | Tensor, error_factor: Tensor | None = None) -> BucketMean:
+        """Begin the mean of a source over the workers.
 
         Args:
             bucket: which bucket of the layout; all workers start the same ones in the same order.
-            x: this worker's input, zero in the padding.
-            error_factor: [bucket], the factor on both errors before they are added; None: 1.
+            source: this worker's input; or its values, [bucket], zero in the padding, used up.
+            error_factor: [layers of the bucket], the factor on both errors before they are added; None: 1.
         """
-        return BucketMean(self, bucket, x, error_factor)
+        return BucketMean(self, bucket, TensorSource(source) if isinstance(source, Tensor) else source, error_factor)
 
     def server_slice(self, bucket: Bucket) -> slice:
         """Where the chunk of `bucket` that this worker serves lies in `server_error`."""
@@ -92,50 +103,78 @@ class Exchange:
         return unpack_bits(self.comm.all_gather(pack_bits(served)).wait()).flatten()
 
 
-class BucketMean:
-    """One bucket's mean under way: `serve()` after `start`, then `wait()`, then `commit()` or nothing."""
+class Source(Protocol):
+    """One worker's input to a compressed mean. Used once: encode, then commit or nothing."""
 
-    def __init__(self, exchange: Exchange, bucket: Bucket, x: Tensor, error_factor: Tensor | None) -> None:
+    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        """The messages of input = own value + error * error_factor: uint8 [workers, message_bytes]. Changes no state.
+
+        The header says how many dead elements have an input.
+        """
+
+    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
+        """error = input - decode(sent), in place."""
+
+
+class TensorSource:
+    """A source whose values are all there: `x`, [bucket], zero in the padding; used up."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._input = x
+
+    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        self._input += error if error_factor is None else error * codec.spread_layers(error_factor, 1.0)
+        sent = codec.encode(self._input)
+        if codec.alive is not None:
+            codec.header(sent)[:] = (self._input.ne(0) & ~codec.alive).sum()
+        return sent
+
+    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
+        torch.sub(self._input, codec.decode(sent), out=error)
+
+
+class BucketMean:
+    """One bucket's mean under way: `serve()` after `start`, then `gather()` or `wait()`, then `commit()` or nothing."""
+
+    def __init__(self, exchange: Exchange, bucket: Bucket, source: Source, error_factor: Tensor | None) -> None:
         self._exchange = exchange
         self._codec = exchange.codecs[bucket.index]
         self.bucket = bucket
-        self._factor = error_factor
-        error = exchange.worker_error[bucket.slice]
-        self._input = x.add_(error if error_factor is None else error * error_factor)
-        self._sent = self._codec.encode(self._input)
-        if self._codec.alive is not None:
-            self._codec.header(self._sent)[:] = (self._input.ne(0) & ~self._codec.alive).sum()
+        self._source, self._factor = source, error_factor
+        self._sent = source.encode(self._codec, self._worker_error, error_factor)
         self._pending: Pending = exchange.comm.all_to_all(self._sent)
 
     def serve(self) -> None:
         """Phase 2: average the chunk this worker serves, compress the mean, send it to everyone."""
-        exchange, codec, rank = self._exchange, self._codec, self._exchange.comm.rank
-        received = self._pending.wait()
-        total = codec.decode_chunk(received[0], rank)
-        for message in received[1:]:
-            total += codec.decode_chunk(message, rank)
-        total /= self.bucket.workers
-        error = exchange.server_error[exchange.server_slice(self.bucket)]
-        if self._factor is not None:
-            error = error * self._factor.view(self.bucket.workers, -1)[rank]
-        self._served = total.add_(error)
-        self._reply = codec.encode_chunk(self._served, rank)
-        if codec.alive is not None:
-            codec.header(self._reply)[...] = codec.header(received).sum()
-        self._pending = exchange.comm.all_gather(self._reply)
+        self._received = self._pending.wait()
+        rank = self._exchange.comm.rank
+        self._reply = self._codec.serve(self._received, rank, self._server_error, self._factor)
+        self._pending = self._exchange.comm.all_gather(self._reply)
+
+    def gather(self) -> Tensor:
+        """Phase 3: the messages of all chunks, uint8 [workers, message_bytes], equal to the bit on all workers.
+
+        Sets `finite`, a bool tensor, and `headers`.
+        """
+        gathered = self._pending.wait()
+        self.finite = torch.isfinite(self._codec.all_scales(gathered)).all()
+        self.headers = self._codec.header(gathered)
+        return gathered
 
     def wait(self) -> Tensor:
-        """Phase 3: the mean, [bucket], equal to the bit on all workers. Sets `finite` and `headers`."""
-        gathered = self._pending.wait()
-        scales = [self._codec.scales(message, chunk) for chunk, message in enumerate(gathered)]
-        self.finite = torch.isfinite(torch.cat(scales)).all()
-        self.headers = self._codec.header(gathered)
-        return self._codec.decode(gathered)
+        """`gather`, decoded: the mean, [bucket]."""
+        return self._codec.decode(self.gather())
 
     def commit(self) -> None:
         """Keep what was not sent as the new errors. Call it when all buckets of the step were finite."""
-        exchange, rank = self._exchange, self._exchange.comm.rank
-        exchange.worker_error[self.bucket.slice] = self._input - self._codec.decode(self._sent)
-        exchange.server_error[exchange.server_slice(self.bucket)] = self._served - self._codec.decode_chunk(
-            self._reply, rank
-        )
+        self._source.commit(self._codec, self._worker_error, self._factor, self._sent)
+        rank = self._exchange.comm.rank
+        self._codec.commit_served(self._received, rank, self._server_error, self._factor, self._reply)
+
+    @property
+    def _worker_error(self) -> Tensor:
+        return self._exchange.worker_error[self.bucket.slice]
+
+    @property
+    def _server_error(self) -> Tensor:
+        return self._exchange.server_error[self._exchange.server_slice(self.bucket)]

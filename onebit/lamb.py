@@ -31,6 +31,8 @@ from torch import Tensor
 
 from onebit.layout import Run
 
+RatioForm = Literal["sqrt", "variance"]
+
 
 @dataclass(frozen=True)
 class Hyper:
@@ -56,7 +58,7 @@ class CoeffRule:
 class RatioRule:
     """How the ratio moves: its form, r_min, r_max, r_threshold of the paper."""
 
-    form: Literal["sqrt", "variance"]
+    form: RatioForm
     factor_min: float
     factor_max: float
     factor_threshold: float
@@ -76,43 +78,42 @@ def trust_ratio(x_norm: Tensor, u_norm: Tensor, rule: CoeffRule) -> tuple[Tensor
     return torch.where(defined, clipped, 1.0), defined
 
 
-def warmup_update(
-    x: Sequence[Tensor],
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    coeff_avg: Tensor,
-    coeff_weight: Tensor,
-    run: Run,
-    hyper: Hyper,
-    rule: CoeffRule,
-) -> Tensor:
-    """One LAMB step on the averaged gradient. Changes x, m, v, coeff_avg, coeff_weight in place.
+@dataclass(frozen=True)
+class Norms:
+    """What the coefficients need of each layer: 2-norms, float64 [layers] each.
+
+    x: of the parameter. direction: of m / (sqrt(v) + eps). update: of that + weight_decay * x.
+    """
+
+    x: Tensor
+    direction: Tensor
+    update: Tensor
+
+
+def warmup_moments(g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
+    """The next momentum and variance, new tensors; every operation rounded by itself, as faster kernels do it."""
+    return (
+        m * hyper.beta1 + g * (1 - hyper.beta1),  # [A1: momentum]
+        v * hyper.beta2 + g * (1 - hyper.beta2) * g,  # [A1: variance]
+    )
+
+
+def warmup_coefficients(norms: Norms, coeff_avg: Tensor, coeff_weight: Tensor, rule: CoeffRule) -> Tensor:
+    """The coefficients of a warm-up step. Changes coeff_avg and coeff_weight in place.
 
     Args:
-        x: one parameter per layer.
-        g, m, v: [numel]. g is the mean over the workers and is finite.
         coeff_avg, coeff_weight: [layers]; the weight is what coeff_avg of a constant 1 would be (DEV-5).
 
     Returns:
-        The coefficients used, [layers].
+        The coefficients, [layers].
     """
-    m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))  # [A1: momentum]
-    v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)  # [A1: variance]
-    u = m / v.sqrt().add_(hyper.eps)  # [A1: update direction]
-    u_norm = run.norms(u)
-    touched = u_norm > 0
-    if hyper.weight_decay:
-        run.add_scaled(u, x, hyper.weight_decay)
-        u_norm = run.norms(u)
-    coeff, defined = trust_ratio(run.norms(x), u_norm, rule)
+    touched = norms.direction > 0
+    coeff, defined = trust_ratio(norms.x, norms.update, rule)
     coeff = torch.where(touched, coeff, 0.0)  # a layer that never had a gradient stays where it is (DEV-8)
 
     beta3 = torch.where(defined & touched, rule.coeff_beta, 1.0)  # [A1: moving average of c]
     coeff_avg.mul_(beta3).add_((1 - beta3) * coeff)
     coeff_weight.mul_(beta3).add_(1 - beta3)
-
-    run.subtract(x, u.mul_(run.spread((hyper.lr * coeff).to(u.dtype))))  # [A1: warm-up step]
     return coeff
 
 
@@ -162,65 +163,65 @@ def local_momentum(m: Tensor, g: Tensor, beta1: float, scale: Tensor | None) -> 
     return g if scale is None else g.mul_(scale)
 
 
-def next_ratio(
-    m_new: Tensor,
-    m_old: Tensor,
-    v_frozen: Tensor,
-    v_fresh: Tensor,
-    ratio: Tensor,
-    u: Tensor,
-    u_direction_norm: Tensor,
-    alive: Tensor | None,
-    run: Run,
-    hyper: Hyper,
-    rule: RatioRule,
-) -> Tensor:
-    """Rebuild the gradient, refresh the variance (in place), and move the ratio: Algorithm 1, lines 15-21.
+def refresh_variance(m_new: Tensor, m_old: Tensor, v_fresh: Tensor, alive: Tensor | None, hyper: Hyper) -> None:
+    """Rebuild the gradient from two momenta and let the fresh variance follow it, in place. Algorithm 1, lines 15-21.
 
     Args:
         m_new, m_old: global momentum after and before this step's exchange, [numel].
+        alive: bool [numel]; dead elements keep their variance. None: all alive.
+    """
+    g = (m_new - m_old * hyper.beta1).div_(1 - hyper.beta1)  # [A1:15-21 rebuilt gradient]
+    refreshed = v_fresh * hyper.beta2 + g * (1 - hyper.beta2) * g  # [A1:15-21 fresh variance]
+    v_fresh.copy_(refreshed if alive is None else torch.where(alive, refreshed, v_fresh))
+
+
+def largest_quotient(
+    v_frozen: Tensor, v_fresh: Tensor, alive: Tensor | None, run: Run, hyper: Hyper, form: RatioForm
+) -> Tensor:
+    """The largest v_frozen / v_fresh of each layer, or of their roots plus eps: [layers]; 0 where nothing is alive."""
+    if form == "sqrt":  # [A1:15-21 ratio] as released (DEV-1)
+        quotient = (v_frozen.sqrt() + hyper.eps) / (v_fresh.sqrt() + hyper.eps)
+    else:  # [A1:15-21 ratio] as printed; 0 / 0 counts as unchanged
+        quotient = torch.where(v_fresh > 0, v_frozen / v_fresh, 1.0)
+    return run.maxima(quotient if alive is None else torch.where(alive, quotient, 0.0))
+
+
+def next_ratio(quotient: Tensor, ratio: Tensor, norms: Norms, rule: RatioRule) -> Tensor:
+    """Move the ratio towards the quotient. Algorithm 1, lines 15-21.
+
+    Args:
+        quotient: of `largest_quotient`, [layers].
         ratio: last step's, [layers].
-        u: the whole update direction, weight decay included, [numel].
-        u_direction_norm: norm of the part of u that comes from the momentum, [layers].
-        alive: bool [numel]; dead elements keep their variance and have no say. None: all alive.
+        norms: of this step's update.
 
     Returns:
         The new ratio, [layers].
     """
-    g = (m_new - hyper.beta1 * m_old).div_(1 - hyper.beta1)  # [A1:15-21 rebuilt gradient]
-    refreshed = (hyper.beta2 * v_fresh).addcmul_(g, g, value=1 - hyper.beta2)  # [A1:15-21 fresh variance]
-    v_fresh.copy_(refreshed if alive is None else torch.where(alive, refreshed, v_fresh))
-    if rule.form == "sqrt":  # [A1:15-21 ratio] as released (DEV-1)
-        quotient = (v_frozen.sqrt() + hyper.eps) / (v_fresh.sqrt() + hyper.eps)
-    else:  # [A1:15-21 ratio] as printed; 0 / 0 counts as unchanged
-        quotient = torch.where(v_fresh > 0, v_frozen / v_fresh, 1.0)
-    if alive is not None:
-        quotient = torch.where(alive, quotient, 0.0)
-    raw = run.maxima(quotient)
-    raw = torch.where(raw > 0, raw, ratio)  # a layer that is empty or dead throughout keeps its ratio
-    if hyper.weight_decay:  # blend by the share that the momentum has in the update (DEV-2)
-        share = (u_direction_norm / run.norms(u).clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
-        raw = (raw * share + (1 - share)).to(ratio.dtype)
+    raw = torch.where(quotient > 0, quotient, ratio)  # a layer that is empty or dead throughout keeps its ratio
+    tiny = torch.finfo(torch.float64).tiny
+    share = (norms.direction / norms.update.clamp(min=tiny)).clamp(max=1)  # of the momentum in the update
+    decayed = norms.update != norms.direction
+    raw = torch.where(decayed, raw * share + (1 - share), raw).to(ratio.dtype)  # (DEV-2)
     soft = raw.clamp(ratio * (1 - rule.factor_threshold), ratio * (1 + rule.factor_threshold))  # [A1:15-21 soft clip]
     return soft.clamp(rule.factor_min, rule.factor_max)  # [A1:15-21 hard clip]
 
 
-def direction(x: Sequence[Tensor], m: Tensor, v_frozen: Tensor, run: Run, hyper: Hyper) -> tuple[Tensor, Tensor]:
-    """The compressed stage's update before its coefficient: m / (sqrt(v_frozen) + eps) + weight_decay * x.
+def direction(x: Sequence[Tensor], m: Tensor, v: Tensor, run: Run, hyper: Hyper) -> tuple[Tensor, Tensor]:
+    """What a step goes along: m / (sqrt(v) + eps) + weight_decay * x. [A1: update direction]
 
     Returns:
-        The direction, [numel], and the norm of its first part, [layers].
+        The direction, a new tensor [numel], and the norm of its first part, float64 [layers].
     """
-    u = m / v_frozen.sqrt().add_(hyper.eps)
+    u = m / (v.sqrt() + hyper.eps)
     norm = run.norms(u)
     if hyper.weight_decay:
         run.add_scaled(u, x, hyper.weight_decay)
     return u, norm
 
 
-def compressed_update(x: Sequence[Tensor], u: Tensor, coeff: Tensor, run: Run, lr: float) -> None:
-    """x -= lr * c * u, in place; `u` is used up. [A1: compressed step]"""
-    run.subtract(x, u.mul_(run.spread((lr * coeff).to(u.dtype))))
+def update(x: Sequence[Tensor], u: Tensor, step_size: Tensor, run: Run) -> None:
+    """x -= lr * c * u, in place; `u` is used up. `step_size` is lr * c, [layers]. [A1: update]"""
+    run.subtract(x, u.mul_(run.spread(step_size.to(u.dtype))))
 
 
 def prepare_late_layers(

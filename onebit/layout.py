@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from onebit.errors import LayoutError
-from onebit.kernels import spread
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,11 @@ class Bucket:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def layer_slice(self) -> builtins.slice:
+        """Where the layers of this bucket lie in a list or tensor of one value per layer."""
+        return slice(self.layers[0].index, self.layers[-1].index + 1)
 
     @property
     def chunk(self) -> int:
@@ -209,3 +213,11 @@ def _fill_buckets(
         position += numel
     close()
     return tuple(buckets)
+
+
+def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Repeat values[i] lengths[i] times: [k] -> [sum of lengths]."""
+    out = values.new_empty(sum(lengths))
+    for part, value in zip(torch.split(out, list(lengths)), values.unbind(), strict=True):
+        part.fill_(value)
+    return out

@@ -9,18 +9,20 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-import onebit
 from onebit import lamb
+from onebit.backend import Backend, Hypers, TorchBackend
 from onebit.checks import check_group, check_in, check_parameters, fingerprints
 from onebit.comm import Comm, check_same, default_comm
 from onebit.errors import ConfigError
-from onebit.layout import FlatLayout, Run
+from onebit.kernels import choose
+from onebit.layout import FlatLayout
+from onebit.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -265,25 +267,39 @@ class Lamb(torch.optim.Optimizer):
 
     def _warmup_step(self) -> bool:
         """Average the gradients, update if the average is finite. Returns whether it was."""
-        g = self._gradients()
-        mean_over_workers(g, self.comm, self._transport)
-        if not bool(torch.isfinite(g).all()):  # equal on all workers, as the average is
+        assert self._layout is not None
+        g = self._averaged_gradients()
+        self._steps += 1
+        hypers, params = self._hypers(), self._params()
+        m, v = self._flat["momentum"], self._flat["variance"]
+        measured = []
+        for bucket in self._layout.buckets:
+            here, x = bucket.slice, params[bucket.layer_slice]
+            measured.append(self._backend.warmup_measure(bucket, x, g[here], m[here], v[here], hypers))
+        if not all(finite for _, finite in measured):  # equal on all workers, as the average is
+            self._steps -= 1
             self._skip()
             return False
-        self._steps += 1
-        for run, x, hyper in self._runs():
-            self._layerwise["coeff"][run.layer_slice] = lamb.warmup_update(
-                x,
-                g[run.slice],
-                self._flat["momentum"][run.slice],
-                self._flat["variance"][run.slice],
-                self._layerwise["coeff_avg"][run.layer_slice],
-                self._layerwise["coeff_weight"][run.layer_slice],
-                run,
-                hyper,
-                self._coeff_rule,
+        layerwise = self._layerwise
+        for bucket, (norms, _) in zip(self._layout.buckets, measured, strict=True):
+            here, x, layers = bucket.slice, params[bucket.layer_slice], bucket.layer_slice
+            coeff = lamb.warmup_coefficients(
+                norms, layerwise["coeff_avg"][layers], layerwise["coeff_weight"][layers], self._coeff_rule
             )
+            layerwise["coeff"][layers] = coeff.to(self._dtype)
+            step_size = layerwise["coeff"][layers] * hypers.rates(self._device)[layers]
+            self._backend.warmup_apply(bucket, x, g[here], m[here], v[here], hypers, step_size)
         return True
+
+    def _averaged_gradients(self) -> Tensor:
+        """The mean of the workers' gradients as a new flat buffer; a missing gradient counts as zero."""
+        assert self._layout is not None
+        grads = self._gradients()
+        g = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
+        for bucket in self._layout.buckets:
+            self._backend.gather(bucket, grads[bucket.layer_slice], g[bucket.slice])
+        mean_over_workers(g, self.comm, self._transport)
+        return g
 
     def _skip(self) -> None:
         self._skipped_steps += 1
@@ -293,26 +309,24 @@ class Lamb(torch.optim.Optimizer):
                 self._skipped_steps,
             )
 
-    def _runs(self) -> list[tuple[Run, Sequence[Tensor], lamb.Hyper]]:
+    def _hypers(self) -> Hypers:
         assert self._layout is not None
-        params = self._params()
-        return [(run, params[run.layer_slice], self._hyper(self.param_groups[run.group])) for run in self._layout.runs]
+        return Hypers(self._layout, [self._hyper(group) for group in self.param_groups])
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
         if self._bias_correction:
             lr *= math.sqrt(1 - beta2**self._steps) / (1 - beta1**self._steps)
-        return lamb.Hyper(lr, beta1, beta2, group["eps"], group["weight_decay"])
+        return lamb.Hyper(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
-    def _gradients(self) -> Tensor:
-        """This worker's gradients as a new flat buffer; a missing gradient counts as zero."""
-        assert self._layout is not None
+    def _gradients(self) -> list[Tensor | None]:
+        """This worker's gradients, one per layer."""
         grads = [p.grad for p in self._params()]
         for name, grad in zip(self._names(), grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise ConfigError(f"the gradient of {name} is {grad.layout}; only dense gradients are allowed")
-        return self._layout.gather(grads, self._dtype, self._device)
+        return grads
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
@@ -325,7 +339,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, apart from the parameters."""
-        named = [("onebit version", onebit.__version__), ("optimizer", type(self).__name__)]
+        named = [("onebit version", __version__), ("optimizer", type(self).__name__)]
         named += [("workers", str(self.comm.size)), ("coefficient rule", repr(self._coeff_rule))]
         named += [("bias_correction", str(self._bias_correction)), ("transport", self._transport)]
         named += [("bucket_elements", str(self._bucket_elements)), ("stage", self.stage.value)]
@@ -342,7 +356,7 @@ class Lamb(torch.optim.Optimizer):
         if self._layout is None:
             self._allocate()
         if self.comm.rank == 0:
-            log.info("kernels: reference (torch, %s; no other back-end is built)", self._device.type)
+            log.info("kernels: %s (%s)", self._kernels, self._kernels_reason)
 
     def _allocate(self) -> None:
         """Lay out the flat order and the state of the warm-up stage, all zero."""
@@ -350,10 +364,19 @@ class Lamb(torch.optim.Optimizer):
         self._dtype, self._device = check_parameters(params, self._names())
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         self._layout = FlatLayout([p.shape for p in params], self.comm.size, groups, self._bucket_elements)
+        self._kernels, self._kernels_reason = choose(self._device, self._dtype)
+        self._backend = self._build_backend(self._layout)
         for name in ("momentum", "variance"):
             self._add_flat(name)
         for name in ("coeff", "coeff_avg", "coeff_weight"):
             self._add_layerwise(name, 0.0)
+
+    def _build_backend(self, layout: FlatLayout) -> Backend:
+        if self._kernels == "native":
+            from onebit.native_backend import NativeBackend  # imports the compiled module
+
+            return NativeBackend(layout)
+        return TorchBackend(layout, self._dtype, self._device)
 
     def _add_flat(self, name: str) -> Tensor:
         """Add a kind of state with one value per element, zero at first, with a view in every state[p]."""

@@ -49,8 +49,9 @@ def test_paper_preset_follows_the_release_at_every_step(path):
             )
         for i, x in enumerate(xs):
             state = opt.state[x]
+            momentum = opt.decoded_momentum()[i]
+            torch.testing.assert_close(momentum, case.get_tensor(f"exp_avg.{i}"), rtol=1e-4, atol=1e-12)
             for ours, theirs in [
-                ("momentum", "exp_avg"),
                 ("variance", "exp_avg_sq"),
                 ("fresh_variance", "exp_avg_sq_fresh"),
             ]:

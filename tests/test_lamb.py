@@ -94,28 +94,22 @@ def test_elements_without_a_gradient_get_the_mean_of_the_others():
     assert v.tolist() == [1.5, 1.0, 1.5, 2.0, 0.0, 0.0]
 
 
-def rebuilt(ratio=1.0, form="sqrt", v_fresh=1.0, weight_decay=0.0, share=1.0, **bounds):
-    """next_ratio on one layer of four elements whose rebuilt gradient is 2 everywhere."""
-    run = FlatLayout([(4,)], 1).runs[0]
-    hyper = lamb.Hyper(lr=0.1, beta1=0.5, beta2=0.75, eps=0.0, weight_decay=weight_decay)
+def moved(form, v_frozen, v_fresh, hyper, rule, ratio, alive=None, shapes=((4,),), share=1.0):
+    """refresh_variance, largest_quotient and next_ratio on layers whose rebuilt gradient is 2 everywhere alive."""
+    run = FlatLayout(shapes, 1).runs[0]
+    m_old = torch.full((run.numel,), 4.0) if alive is None else 4.0 * alive
+    m_new = hyper.beta1 * m_old + (1 - hyper.beta1) * (2.0 if alive is None else 2.0 * alive)
+    lamb.refresh_variance(m_new, m_old, v_fresh, alive, hyper)
+    quotient = lamb.largest_quotient(v_frozen, v_fresh, alive, run, hyper, form)
+    update = torch.full_like(quotient, 5.0, dtype=torch.float64)
+    return lamb.next_ratio(quotient, ratio, lamb.Norms(update, share * update, update), rule)
+
+
+def rebuilt(ratio=1.0, form="sqrt", v_fresh=1.0, share=1.0, **bounds):
+    hyper = lamb.Hyper(lr=0.1, beta1=0.5, beta2=0.75, eps=0.0, weight_decay=0.0)
     rule = lamb.RatioRule(form, **{"factor_min": 0.01, "factor_max": 100.0, "factor_threshold": 0.99, **bounds})
-    m_old = torch.full((4,), 4.0)
-    m_new = 0.5 * m_old + 0.5 * 2.0
     fresh = torch.full((4,), v_fresh)
-    u = torch.ones(4)
-    result = lamb.next_ratio(
-        m_new,
-        m_old,
-        torch.full((4,), 7.0),
-        fresh,
-        torch.tensor([ratio]),
-        u,
-        share * run.norms(u),
-        None,
-        run,
-        hyper,
-        rule,
-    )
+    result = moved(form, torch.full((4,), 7.0), fresh, hyper, rule, torch.tensor([ratio]), share=share)
     return float(result), fresh
 
 
@@ -143,18 +137,15 @@ def test_ratio_moves_by_at_most_the_threshold_and_stays_in_bounds():
 
 
 def test_weight_decay_damps_the_ratio_by_the_share_of_the_momentum():
-    assert rebuilt(ratio=1.5, weight_decay=0.1, share=0.5)[0] == pytest.approx(2.0 * 0.5 + 0.5)
+    assert rebuilt(ratio=1.5, share=0.5)[0] == pytest.approx(2.0 * 0.5 + 0.5)
 
 
 def test_dead_elements_have_no_say_in_the_ratio():
-    run = FlatLayout([(2,), (1,)], 1).runs[0]
     hyper, rule = lamb.Hyper(0.1, 0.5, 0.5, 0.0, 0.0), lamb.RatioRule("variance", 0.1, 9.0, 0.9)
     alive = torch.tensor([True, False, False])
-    m = torch.tensor([2.0, 0.0, 0.0])  # constant momentum: the rebuilt gradient is 2, 0, 0
     fresh = torch.tensor([4.0, 4.0, 4.0])
-    ratio = lamb.next_ratio(
-        m, m, torch.full((3,), 6.0), fresh, torch.tensor([1.0, 1.3]), m, run.norms(m), alive, run, hyper, rule
-    )
+    before = torch.tensor([1.0, 1.3])
+    ratio = moved("variance", torch.full((3,), 6.0), fresh, hyper, rule, before, alive, [(2,), (1,)])
     assert fresh.tolist() == [4.0, 4.0, 4.0]
     assert ratio.tolist() == pytest.approx([1.5, 1.3])
 

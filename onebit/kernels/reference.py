@@ -7,7 +7,6 @@ are both 1 and nan is 0. This is the only place that decides a sign.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,11 +43,3 @@ def _sign_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     places = torch.arange(7, -1, -1, device=device)
     bits = (torch.arange(256, device=device).unsqueeze(1) >> places) & 1
     return (2 * bits - 1).to(dtype)
-
-
-def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Repeat values[i] lengths[i] times: [k] -> [sum of lengths]."""
-    out = values.new_empty(sum(lengths))
-    for part, value in zip(torch.split(out, list(lengths)), values.unbind(), strict=True):
-        part.fill_(value)
-    return out

@@ -1,0 +1,239 @@
+"""The work on one bucket, behind one contract with several back-ends; here the one in plain torch.
+
+`TorchBackend` puts the functions of `lamb.py` and the codec together, one readable operation after the other, and is
+the definition: `native_backend.NativeBackend` must give the same bits and, up to the order of sums, the same numbers.
+A back-end never talks to other workers and never decides anything; `optim.py` and `compressed.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onebit import lamb
+from onebit.codec import BucketCodec, OneBit
+from onebit.exchange import Source, TensorSource
+from onebit.layout import Bucket, FlatLayout, Run
+
+
+class Hypers:
+    """What the groups set at this step, for every run and every layer."""
+
+    def __init__(self, layout: FlatLayout, groups: Sequence[lamb.Hyper]) -> None:
+        self._layout = layout
+        self._groups = groups
+
+    def of(self, run: Run) -> lamb.Hyper:
+        return self._groups[run.group]
+
+    def table(self, bucket: Bucket) -> Tensor:
+        """float64 [layers of the bucket, 5]: lr, beta1, beta2, eps, weight_decay."""
+        rows = [(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay) for h in self._groups]
+        return torch.tensor([rows[layer.group] for layer in bucket.layers], dtype=torch.float64)
+
+    def rates(self, device: torch.device) -> Tensor:
+        """The learning rate of each layer, float64 [layers]."""
+        rates = [self._groups[layer.group].lr for layer in self._layout.layers]
+        return torch.tensor(rates, dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """A bucket's global momentum: the messages that all workers gathered, so one bit per element and the scales.
+
+    Attributes:
+        messages: uint8 [workers, message_bytes].
+        mask: bool [bucket], elements whose momentum is zero whatever their bit says; None: there are none.
+    """
+
+    messages: Tensor
+    mask: Tensor | None = None
+
+
+class Backend(Protocol):
+    """The contract. `bucket` is one of the layout's; x and grads hold one tensor per layer of it; flat arguments are
+    slices of flat state, [bucket]; per-layer ones are [layers of the bucket]."""
+
+    def codec(self, bucket: Bucket, codec: OneBit) -> BucketCodec:
+        """What encodes and decodes this bucket."""
+
+    def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
+        """Copy the gradients into `out`, [bucket], zero in the padding; None counts as zeros."""
+
+    def warmup_measure(
+        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
+    ) -> tuple[lamb.Norms, bool]:
+        """The norms of the coming warm-up step, and whether g is finite. Changes nothing."""
+
+    def warmup_apply(
+        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+    ) -> None:
+        """Take the warm-up step: m, v, then x -= step_size * u, in place."""
+
+    def source(
+        self,
+        codec: BucketCodec,
+        grads: Sequence[Tensor | None],
+        momentum: Momentum | Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        mask: Tensor | None,
+    ) -> Source:
+        """The worker's part: what goes into the exchange. `scale` is per layer; `mask`, bool [bucket], zeroes it."""
+
+    def measure(
+        self,
+        codec: BucketCodec,
+        x: Sequence[Tensor],
+        now: Momentum,
+        before: Momentum | Tensor,
+        v_frozen: Tensor,
+        v_fresh: Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        form: lamb.RatioForm,
+        step: int,
+    ) -> tuple[Tensor, lamb.Norms]:
+        """Refresh the variance, in place; return the largest quotients, [layers], and norms: `direction` and `update`
+        equal where the weight decay is 0, `x` of no meaning. `step` counts updates, for random rounding."""
+
+    def apply(
+        self,
+        codec: BucketCodec,
+        x: Sequence[Tensor],
+        now: Momentum,
+        v_frozen: Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        step_size: Tensor,
+    ) -> None:
+        """x -= step_size * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place."""
+
+    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
+        """The momentum as numbers, [bucket]."""
+
+
+class TorchBackend:
+    """The contract in plain torch, for any device and both float32 and float64."""
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._runs = [[run for run in layout.runs if run.layers[0] in bucket.layers] for bucket in layout.buckets]
+
+    def codec(self, bucket: Bucket, codec: OneBit) -> BucketCodec:
+        return BucketCodec(bucket, codec, self._dtype, self._device)
+
+    def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
+        out.zero_()
+        for layer, grad in zip(bucket.layers, grads, strict=True):
+            if grad is not None:
+                out[layer.start - bucket.start : layer.stop - bucket.start].view(layer.shape).copy_(grad)
+
+    def warmup_measure(
+        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
+    ) -> tuple[lamb.Norms, bool]:
+        norms = []
+        for run, here, layers in self._parts(bucket):
+            m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
+            u, norm = lamb.direction(x[layers], m_new, v_new, run, hypers.of(run))
+            norms.append((run.norms(x[layers]), norm, run.norms(u) if hypers.of(run).weight_decay else norm))
+        return _joined(norms), bool(torch.isfinite(g).all())
+
+    def warmup_apply(
+        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+    ) -> None:
+        for run, here, layers in self._parts(bucket):
+            m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
+            m[here], v[here] = m_new, v_new
+            u, _ = lamb.direction(x[layers], m_new, v_new, run, hypers.of(run))
+            lamb.update(x[layers], u, step_size[layers], run)
+
+    def source(
+        self,
+        codec: BucketCodec,
+        grads: Sequence[Tensor | None],
+        momentum: Momentum | Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        mask: Tensor | None,
+    ) -> Source:
+        bucket = codec.bucket
+        g = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
+        self.gather(bucket, grads, g)
+        m = self.momentum(codec, momentum, scale)
+        for run, here, layers in self._parts(bucket):
+            spread = None if scale is None else run.spread(scale[layers])
+            lamb.local_momentum(m[here], g[here], hypers.of(run).beta1, spread)
+        return TensorSource(g if mask is None else g.mul_(mask))
+
+    def measure(
+        self,
+        codec: BucketCodec,
+        x: Sequence[Tensor],
+        now: Momentum,
+        before: Momentum | Tensor,
+        v_frozen: Tensor,
+        v_fresh: Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        form: lamb.RatioForm,
+        step: int,
+    ) -> tuple[Tensor, lamb.Norms]:
+        m_new, m_old = self.momentum(codec, now, scale), self.momentum(codec, before, scale)
+        quotients, norms = [], []
+        for run, here, layers in self._parts(codec.bucket):
+            hyper = hypers.of(run)
+            u, norm = lamb.direction(x[layers], m_new[here], v_frozen[here], run, hyper)
+            norms.append((norm, norm, run.norms(u) if hyper.weight_decay else norm))
+            alive = None if now.mask is None else now.mask[here]
+            lamb.refresh_variance(m_new[here], m_old[here], v_fresh[here], alive, hyper)
+            quotients.append(lamb.largest_quotient(v_frozen[here], v_fresh[here], alive, run, hyper, form))
+        return torch.cat(quotients), _joined(norms)
+
+    def apply(
+        self,
+        codec: BucketCodec,
+        x: Sequence[Tensor],
+        now: Momentum,
+        v_frozen: Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        step_size: Tensor,
+    ) -> None:
+        m = self.momentum(codec, now, scale)
+        for run, here, layers in self._parts(codec.bucket):
+            u, _ = lamb.direction(x[layers], m[here], v_frozen[here], run, hypers.of(run))
+            lamb.update(x[layers], u, step_size[layers], run)
+
+    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
+        return decoded(codec, momentum, scale)
+
+    def _parts(self, bucket: Bucket) -> list[tuple[Run, slice, slice]]:
+        """The runs of a bucket, with where each lies in the bucket's elements and in its layers."""
+        first = bucket.layers[0].index
+        return [
+            (
+                run,
+                slice(run.start - bucket.start, run.stop - bucket.start),
+                slice(run.first - first, run.first - first + len(run.layers)),
+            )
+            for run in self._runs[bucket.index]
+        ]
+
+
+def decoded(codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
+    """A bucket's momentum as numbers, [bucket]; a tensor is returned as it is."""
+    if isinstance(momentum, Tensor):
+        return momentum
+    m = codec.decode(momentum.messages)
+    if scale is not None:
+        m /= codec.spread_layers(scale, 1.0)
+    return m if momentum.mask is None else m.mul_(momentum.mask)
+
+
+def _joined(norms: list[tuple[Any, ...]]) -> lamb.Norms:
+    return lamb.Norms(*(torch.cat(parts) for parts in zip(*norms, strict=True)))

@@ -1,0 +1,170 @@
+"""What the native kernels work on, checked: a wrong address would not raise but crash or corrupt.
+
+Every check raises LayoutError and names the operand, what it is and what it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebit.errors import LayoutError
+from onebit.kernels import _native
+from onebit.kernels.plan import TILE, Blocks, cut_pieces
+from onebit.layout import Bucket
+
+ERROR_GROUP: int = _native.ERROR_GROUP
+"""Elements that share one scale of an int8 error, counted from the start of each chunk."""
+
+LIST_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_FLAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+
+
+def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> int:
+    """The address of a dense CPU tensor of this shape and one of these dtypes."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise LayoutError(f"{name} is {tensor.layout} on {tensor.device}; the native kernels take dense CPU tensors")
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise LayoutError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {allowed} {list(shape)}")
+    if not tensor.is_contiguous():
+        raise LayoutError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous()")
+    return tensor.data_ptr()
+
+
+class Plan:
+    """A bucket as the kernels see it.
+
+    Attributes:
+        bucket: what it was built from.
+        blocks: number of blocks of each chunk.
+        sizes: number of elements of each layer.
+
+    Raises:
+        LayoutError: as `plan.cut_pieces`.
+    """
+
+    def __init__(self, bucket: Bucket, blocks: Blocks, tile: int = TILE) -> None:
+        table = cut_pieces(bucket, blocks, tile)
+        self.bucket = bucket
+        self.blocks = [len(cuts) for cuts in blocks]
+        self.sizes = [layer.numel for layer in bucket.layers]
+        try:
+            self.native = _native.Plan(table.data_ptr(), len(table), self.blocks, len(self.sizes), bucket.numel, tile)
+        except ValueError as error:
+            raise LayoutError(str(error)) from None
+
+    def flat(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> int:
+        """The address of one value per element of the bucket."""
+        return checked(name, tensor, (self.bucket.numel,), dtypes)
+
+    def per_layer(self, name: str, tensor: Tensor | None) -> int:
+        """The address of one float32 value per layer; 0 for None."""
+        return 0 if tensor is None else checked(name, tensor, (len(self.sizes),), (torch.float32,))
+
+    def mask(self, name: str, tensor: Tensor | None) -> int:
+        """The address of one bit per element of the bucket; 0 for None."""
+        return 0 if tensor is None else checked(name, tensor, (self.bucket.numel // 8,), (torch.uint8,))
+
+    def hyper(self, tensor: Tensor) -> int:
+        return checked("hyper", tensor, (len(self.sizes), 5), (torch.float64,))
+
+
+class TensorList:
+    """One tensor per layer of a plan, checked once and usable in any number of calls.
+
+    Args:
+        name: what error messages call it.
+        tensors: float32, bfloat16 or float16 each; None counts as zeros.
+        plan: gives the sizes; None takes them as they are.
+
+    Raises:
+        LayoutError: not one tensor per layer, or one that is not dense, contiguous and on the CPU, of the layer's size.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor | None], plan: Plan | None = None) -> None:
+        self.tensors = tensors
+        self.sizes = [0 if t is None else t.numel() for t in tensors]
+        if plan is not None and len(tensors) != len(plan.sizes):
+            raise LayoutError(f"{name} holds {len(tensors)} tensors for {len(plan.sizes)} layers; give one per layer")
+        addresses, types = [], []
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                addresses.append(0)
+                types.append(0)
+                continue
+            shape = tuple(tensor.shape)
+            if plan is not None and self.sizes[i] != plan.sizes[i]:
+                shape = (plan.sizes[i],)  # the check below says so
+            addresses.append(checked(f"{name}[{i}]", tensor, shape, tuple(LIST_TYPES)))
+            types.append(LIST_TYPES[tensor.dtype])
+        self.native = _native.List(addresses, types)
+
+    def touch(self) -> None:
+        """Tell autograd that the tensors were changed in place."""
+        torch.autograd.graph.increment_version([t for t in self.tensors if t is not None and not t.is_inference()])
+
+
+@dataclass(frozen=True)
+class Signs:
+    """A bucket as signs and scales.
+
+    Attributes:
+        bits: uint8 [workers, chunk / 8]; rows may be part of larger ones, as in a message.
+        scales: float32 [blocks], of all chunks in order.
+        alive: uint8 [numel / 8], a bit of 0 makes an element zero; None: all alive.
+    """
+
+    bits: Tensor
+    scales: Tensor
+    alive: Tensor | None = None
+
+    def native(self, name: str, plan: Plan) -> _native.Signs:
+        scales = checked(f"{name}.scales", self.scales, (sum(plan.blocks),), (torch.float32,))
+        bits, stride = rows_of_bits(f"{name}.bits", self.bits, plan.bucket.workers, plan)
+        return _native.Signs(bits, stride, scales, plan.mask(f"{name}.alive", self.alive))
+
+
+def rows_of_bits(name: str, bits: Tensor, rows: int, plan: Plan) -> tuple[int, int]:
+    """The address and stride of uint8 [rows, chunk / 8] whose rows are contiguous."""
+    if bits.dim() != 2 or bits.stride(1) != 1 or (rows > 1 and bits.stride(0) < bits.shape[1]):
+        raise LayoutError(f"{name} has shape {list(bits.shape)} and strides {bits.stride()}; rows must be contiguous")
+    checked(f"{name}[0]", bits[0], (plan.bucket.chunk // 8,), (torch.uint8,))
+    if bits.shape[0] != rows:
+        raise LayoutError(f"{name} has {bits.shape[0]} rows; it must have {rows}")
+    return bits.data_ptr(), bits.stride(0)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Values as 8-bit integers and a scale per 128 elements of a chunk; what rounding drops is at most half a scale,
+    1/254 of the largest magnitude of the 128.
+
+    Attributes:
+        data: int8 [numel].
+        scales: float32 [workers, ceil(chunk / 128)].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def zeros(bucket: Bucket) -> Int8:
+        return Int8(
+            torch.zeros(bucket.numel, dtype=torch.int8), torch.zeros(bucket.workers, -(-bucket.chunk // ERROR_GROUP))
+        )
+
+
+def flat_state(name: str, state: Tensor | Int8, plan: Plan, dtypes: Sequence[torch.dtype]) -> _native.Flat:
+    """State with one value per element of the bucket, in one of these dtypes; int8 comes as `Int8`."""
+    if isinstance(state, Tensor):
+        floats = [dtype for dtype in dtypes if dtype is not torch.int8]
+        return _native.Flat(plan.flat(name, state, floats), _FLAT_TYPES[state.dtype], 0)
+    if torch.int8 not in dtypes:
+        raise LayoutError(f"{name} is int8; it must be {' or '.join(str(dtype) for dtype in dtypes)}")
+    shape = (plan.bucket.workers, -(-plan.bucket.chunk // ERROR_GROUP))
+    scales = checked(f"{name}.scales", state.scales, shape, (torch.float32,))
+    return _native.Flat(plan.flat(f"{name}.data", state.data, (torch.int8,)), _FLAT_TYPES[torch.int8], scales)

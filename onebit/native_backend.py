@@ -1,0 +1,237 @@
+"""The work on one bucket in compiled code: `backend.TorchBackend`'s contract for float32 parameters on the CPU.
+
+Nothing of the size of the bucket is allocated but the messages. The worker's input is never stored: encoding and
+committing compute it from gradients, momentum bits and error, which stay as they are in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onebit import lamb
+from onebit.backend import Hypers, Momentum, TorchBackend, decoded
+from onebit.codec import BucketCodec, OneBit
+from onebit.exchange import Source
+from onebit.kernels import native, pack_bits
+from onebit.layout import Bucket, FlatLayout
+
+CPU = torch.device("cpu")
+
+
+class NativeCodec(BucketCodec):
+    """The codec of one bucket with the kernels' view of it."""
+
+    def __init__(self, bucket: Bucket, codec: OneBit) -> None:
+        self.packed_alive: Tensor | None = None
+        super().__init__(bucket, codec, torch.float32, CPU)
+        self.plan = native.Plan(bucket, [[(a, b - a) for a, b in spans] for spans in self.spans])
+
+    def set_alive(self, alive: Tensor | None) -> None:
+        super().set_alive(alive)
+        self.packed_alive = None if alive is None else pack_bits(alive.contiguous())
+
+    def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        reply = torch.zeros(self.message_bytes, dtype=torch.uint8)
+        sums = native.server_encode(
+            self.plan,
+            chunk,
+            self.bits(received),
+            self._received_scales(received, chunk),
+            error,
+            self.bits(reply),
+            alive=self.packed_alive,
+            error_factor=error_factor,
+            kind=self.codec.kind,
+        )
+        self.scales(reply, chunk).copy_(self.scale_of(self.norm_of(sums), self.live[chunk]))
+        self.header(reply)[...] = self.header(received).sum()
+        return reply
+
+    def commit_served(
+        self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None, reply: Tensor
+    ) -> None:
+        native.server_commit(
+            self.plan,
+            chunk,
+            self.bits(received),
+            self._received_scales(received, chunk),
+            error,
+            self.bits(reply),
+            self.scales(reply, chunk).contiguous(),
+            alive=self.packed_alive,
+            error_factor=error_factor,
+        )
+
+    def signs(self, messages: Tensor, packed_mask: Tensor | None) -> native.Signs:
+        """The kernels' view of one message per chunk."""
+        return native.Signs(self.bits(messages), self.all_scales(messages), packed_mask)
+
+    def norm_of(self, sums: Tensor) -> Tensor:
+        """What `scale_of` takes, from the kernels' sums of squares or of magnitudes."""
+        return sums.sqrt() if self.codec.kind == "rms" else sums
+
+    def _received_scales(self, received: Tensor, chunk: int) -> Tensor:
+        return received[:, : self.head_bytes].view(torch.float32)[:, 1 : 1 + self.blocks[chunk]].contiguous()
+
+
+class NativeSource:
+    """The worker's part of 1-bit LAMB and 1-bit Adam, computed where it is needed."""
+
+    def __init__(
+        self,
+        codec: NativeCodec,
+        grads: native.TensorList,
+        hyper: Tensor,
+        momentum: native.Signs | Tensor,
+        scale: Tensor | None,
+    ) -> None:
+        self._input = (codec.plan, grads, hyper, momentum)
+        self._scale = scale
+
+    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
+        assert isinstance(codec, NativeCodec)
+        messages = torch.zeros(codec.bucket.workers, codec.message_bytes, dtype=torch.uint8)
+        sums, asking = native.worker_encode(
+            *self._input,
+            error,
+            codec.bits(messages),
+            alive=codec.packed_alive,
+            layer_scale=self._scale,
+            error_factor=error_factor,
+            kind=codec.codec.kind,
+        )
+        if codec.codec.scale == "bucket":
+            scale = codec.scale_of(codec.norm_of(sums.sum()), torch.cat(codec.live).sum())
+            scales = scale.expand(len(sums))
+        else:
+            scales = codec.scale_of(codec.norm_of(sums), torch.cat(codec.live))
+        for chunk, part in enumerate(torch.split(scales, codec.blocks)):
+            codec.scales(messages[chunk], chunk).copy_(part)
+        codec.header(messages)[:] = asking
+        return messages
+
+    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
+        assert isinstance(codec, NativeCodec)
+        signs = codec.signs(sent, codec.packed_alive)
+        native.worker_commit(*self._input, error, signs, layer_scale=self._scale, error_factor=error_factor)
+
+
+class NativeBackend:
+    """The contract in compiled code; see `backend.Backend`."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._torch = TorchBackend(layout, torch.float32, CPU)
+        whole = OneBit(scale="bucket")  # the warm-up needs no blocks; any cut will do
+        self._plans = [NativeCodec(bucket, whole).plan for bucket in layout.buckets]
+
+    def codec(self, bucket: Bucket, codec: OneBit) -> NativeCodec:
+        return NativeCodec(bucket, codec)
+
+    def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
+        plan = self._plans[bucket.index]
+        native.gather(plan, _listed("gradient", grads, plan), out)
+
+    def warmup_measure(
+        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
+    ) -> tuple[lamb.Norms, bool]:
+        plan = self._plans[bucket.index]
+        direction, update, weight, finite = native.lamb_warmup_measure(
+            plan, hypers.table(bucket), _listed("parameter", x, plan), g, m, v
+        )
+        return lamb.Norms(weight.sqrt(), direction.sqrt(), update.sqrt()), finite
+
+    def warmup_apply(
+        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+    ) -> None:
+        plan = self._plans[bucket.index]
+        listed = _listed("parameter", x, plan)
+        native.lamb_warmup_apply(plan, hypers.table(bucket), listed, g, m, v, step_size)
+        _return(listed, x)
+
+    def source(
+        self,
+        codec: BucketCodec,
+        grads: Sequence[Tensor | None],
+        momentum: Momentum | Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        mask: Tensor | None,
+    ) -> Source:
+        if mask is not None:  # a user's mask; `compressed.py` says so in the log
+            return self._torch.source(codec, grads, momentum, hypers, scale, mask)
+        assert isinstance(codec, NativeCodec)
+        listed = _listed("gradient", grads, codec.plan)
+        return NativeSource(codec, listed, hypers.table(codec.bucket), _kernel_view(codec, momentum), scale)
+
+    def measure(
+        self,
+        codec: BucketCodec,
+        x: Sequence[Tensor],
+        now: Momentum,
+        before: Momentum | Tensor,
+        v_frozen: Tensor,
+        v_fresh: Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        form: lamb.RatioForm,
+        step: int,
+    ) -> tuple[Tensor, lamb.Norms]:
+        assert isinstance(codec, NativeCodec)
+        signs = _kernel_view(codec, now)
+        assert isinstance(signs, native.Signs)
+        largest, direction, update = native.lamb_measure(
+            codec.plan,
+            hypers.table(codec.bucket),
+            _listed("parameter", x, codec.plan),
+            signs,
+            _kernel_view(codec, before),
+            v_frozen,
+            v_fresh,
+            step=step,
+            layer_scale=scale,
+            form=form,
+        )
+        return largest, lamb.Norms(update, direction.sqrt(), update.sqrt())
+
+    def apply(
+        self,
+        codec: BucketCodec,
+        x: Sequence[Tensor],
+        now: Momentum,
+        v_frozen: Tensor,
+        hypers: Hypers,
+        scale: Tensor | None,
+        step_size: Tensor,
+    ) -> None:
+        assert isinstance(codec, NativeCodec)
+        signs = _kernel_view(codec, now)
+        assert isinstance(signs, native.Signs)
+        listed = _listed("parameter", x, codec.plan)
+        table = hypers.table(codec.bucket)
+        native.lamb_apply(codec.plan, table, listed, signs, v_frozen, step_size, layer_scale=scale)
+        _return(listed, x)
+
+    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
+        return decoded(codec, momentum, scale)
+
+
+def _kernel_view(codec: NativeCodec, momentum: Momentum | Tensor) -> native.Signs | Tensor:
+    if isinstance(momentum, Tensor):
+        return momentum
+    mask = None if momentum.mask is None else pack_bits(momentum.mask.contiguous())
+    return codec.signs(momentum.messages, mask)
+
+
+def _listed(name: str, tensors: Sequence[Tensor | None], plan: native.Plan) -> native.TensorList:
+    """The kernels' view of one tensor per layer; those that are not contiguous are copied."""
+    return native.TensorList(name, [None if t is None else t.detach().contiguous() for t in tensors], plan)
+
+
+def _return(listed: native.TensorList, x: Sequence[Tensor]) -> None:
+    """Bring what changed in the copies of parameters that are not contiguous back to them."""
+    for changed, parameter in zip(listed.tensors, x, strict=True):
+        if changed is not None and not parameter.is_contiguous():
+            parameter.copy_(changed)

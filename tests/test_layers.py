@@ -1,0 +1,48 @@
+"""Rules of the code that no linter knows."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "onebit"
+PROGRAM = {"train", "launch", "commands"}  # they start and join process groups
+
+
+def imported(path):
+    """Modules a file imports at any level, without those for type checking only."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def test_only_comm_names_torch_distributed_in_the_library():
+    users = {
+        path.stem
+        for path in PACKAGE.rglob("*.py")
+        if any(name.startswith("torch.distributed") for name in imported(path))
+    }
+    assert users - PROGRAM == {"comm"}
+
+
+def test_importing_the_library_needs_torch_alone():
+    """None of the command line's packages is loaded."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import onebit; "
+        "print({m.split('.')[0] for m in set(sys.modules) - before})"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    loaded = ast.literal_eval(out)
+    assert "onebit" in loaded
+    assert not loaded & {"transformers", "tokenizers", "typer", "rich", "pydantic", "matplotlib", "numpy"}
