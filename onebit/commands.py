@@ -19,6 +19,7 @@ from onebit.compare import compare as compare_optimizers
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError, OnebitError
 from onebit.job import versions
+from onebit.kernels import choose
 from onebit.launch import Interrupted, perform
 from onebit.recipe import OPTIMIZERS, Recipe, load, parse, resolve
 from onebit.report import check_out, comparison_table, summary_table
@@ -124,7 +125,7 @@ def info() -> None:
             "device": choose_device(0, 1)[1],
             "transports": ", ".join(name for name, there in (("gloo", gloo), ("nccl", nccl)) if there) or "none",
             "threads": f"{torch.get_num_threads()} of torch, {os.cpu_count()} cores",
-            "kernels": "reference (plain torch on any device; no other back-end is built)",
+            "kernels": "{} ({})".format(*choose(choose_device(0, 1)[0], torch.float32)),
         }
         table = Table(title="onebit", show_header=False)
         for name, value in rows.items():

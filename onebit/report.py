@@ -79,7 +79,12 @@ class Output:
     def create(self) -> None:
         """Make the folder, in place of the remains of an earlier run."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output folder {str(self.folder)!r} cannot be made: {error.strerror or error}; choose another with --out"
+            ) from None
 
     def write_json(self, name: str, content: object) -> None:
         """Write one JSON file into the folder."""

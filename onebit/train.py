@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from onebit.comm import Comm, Distributed, Solo, check_same
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job
+from onebit.kernels import choose
 from onebit.recipe import Recipe, load, parse, resolve
 from onebit.report import METRICS, SUMMARY, Display, Metrics, Output, Summary, check_out, summary_table
 from onebit.text import SPECIAL_TOKENS, all_or_none, generator, prepare
@@ -52,8 +53,8 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
         CommError: another worker is gone.
     """
     began = time.perf_counter()
-    recipe = resolve(recipe)[0].model_copy(update={"train": recipe.train.model_copy(update={"workers": comm.size})})
-    recipe = resolve(recipe)[0]
+    train = recipe.train.model_copy(update={"workers": comm.size})  # torchrun's number wins over the recipe's
+    recipe = resolve(recipe.model_copy(update={"train": train}))[0]
     settings = [(f"{section}.{key}", str(value)) for section, part in recipe for key, value in part if key != "text"]
     check_same(comm, "recipes", settings)
     corpus = prepare(recipe, comm)
@@ -61,10 +62,9 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
     output = Output(out)
     all_or_none(comm, output.create if comm.rank == 0 else lambda: None)
     if comm.rank == 0:
-        with (
-            Metrics(output.folder / METRICS) as metrics,
-            display.bar(recipe.optimizer.name, recipe.train.steps),
-        ):
+        if recipe.optimizer.name != "adamw":
+            display.say("kernels: {} ({})".format(*choose(device, torch.float32)))
+        with Metrics(output.folder / METRICS) as metrics, display.bar(recipe.optimizer.name, train.steps):
             job.train(metrics, display)
     else:
         job.train(None, None)

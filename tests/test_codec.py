@@ -12,8 +12,8 @@ from torch import Tensor
 
 from onebit.codec import BucketCodec, OneBit
 from onebit.errors import ConfigError
-from onebit.kernels import pack_bits, pack_signs, spread, unpack_bits, unpack_signs
-from onebit.layout import Bucket, FlatLayout
+from onebit.kernels import pack_bits, pack_signs, unpack_bits, unpack_signs
+from onebit.layout import Bucket, FlatLayout, spread
 
 LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 CPU = torch.device("cpu")

@@ -113,12 +113,22 @@ class Plan:
             x[layout.layers[-1].start] = float("nan")
         return x
 
-    def factor(self, step: int) -> Tensor | None:
-        """The error factor of a step: few bits, so that a product with it is exact in the test's arithmetic."""
+    def layer_factor(self, step: int) -> Tensor | None:
+        """The error factor of a step, one per layer: few bits, so that a product with it is exact in the test."""
         if not self.factors:
             return None
-        draws = torch.randint(1, 4, (self.layout().numel,), generator=self._random(3, step))
+        draws = torch.randint(1, 4, (len(self.layout().layers),), generator=self._random(3, step))
         return (draws / 2 if self.dtype == torch.float32 else 2.0 ** (draws - 2)).to(self.dtype)
+
+    def factor(self, step: int) -> Tensor | None:
+        """The same for every element: [layout.numel], 1 in the padding."""
+        values, layout = self.layer_factor(step), self.layout()
+        if values is None:
+            return None
+        out = torch.ones(layout.numel, dtype=self.dtype)
+        for view, value in zip(layout.views(out), values, strict=True):
+            view.fill_(value)
+        return out
 
 
 @dataclass
@@ -150,7 +160,7 @@ def new_exchange(plan: Plan, comm: Comm) -> Exchange:
 def average(exchange: Exchange, x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, bool]:
     """One step over all buckets, all of them under way at once, as an optimizer does it."""
     means = [
-        exchange.start(b, x[b.slice].clone(), None if factor is None else factor[b.slice])
+        exchange.start(b, x[b.slice].clone(), None if factor is None else factor[b.layer_slice])
         for b in exchange.layout.buckets
     ]
     for mean in means:
@@ -169,7 +179,7 @@ def simulate(comm: Comm, plan: Plan) -> Trace:
     before = comm.payload_bytes
     for step in range(plan.steps):
         trace.woken.append(exchange.wake())
-        out, finite = average(exchange, plan.input(comm.rank, step), plan.factor(step))
+        out, finite = average(exchange, plan.input(comm.rank, step), plan.layer_factor(step))
         trace.out.append(out)
         trace.finite.append(finite)
         trace.worker_error.append(exchange.worker_error.clone())
