@@ -83,7 +83,7 @@ class Output:
             self.folder.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(
-                f"output folder {str(self.folder)!r} cannot be made: {error.strerror or error}; choose another with --out"
+                f"output folder {str(self.folder)!r} cannot be made: {error.strerror or error}; change --out"
             ) from None
 
     def write_json(self, name: str, content: object) -> None:
