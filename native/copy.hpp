@@ -12,7 +12,9 @@ inline void decode(const DecodeArgs& k) {
     if (!t.full) clear(out, t.length);
     for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t at) {
       const V8 value = splat(k.from.scales[p.block] / of_layer(k.layer_scale, p));
-      for_octets(at, p.length, [&](auto lanes, int64_t i) { lanes.store(out + i, signs8(bits, alive, i) * value); });
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
+        lanes.store(out + i, signs8(bits, alive, i) * value);
+      });
     });
   });
 }
@@ -33,7 +35,9 @@ inline void sum_squares(const SquaresArgs& k) {
     const int64_t tensor = k.tensor[part];
     const float* x = widen(k.from.data[tensor], k.from.types[tensor], k.offset[part], k.length[part], stage.at);
     Sum8 sum;
-    for_octets(0, k.length[part], [&](auto lanes, int64_t i) { sum.add_squares(lanes.load(x + i)); });
+    for_octets(0, k.length[part], sum, [=](auto lanes, int64_t i, Sum8& own) ONEBIT_INLINE {
+      own.add_squares(lanes.load(x + i));
+    });
     k.of_part[part] = sum.total();
   });
 }

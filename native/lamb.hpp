@@ -30,7 +30,7 @@ struct Refresh {
   }
 
   template <class Lanes>
-  V8 operator()(Lanes lanes, int64_t i, V8 v) const {
+  ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i, V8 v) const {
     if (before_flat == nullptr && alive == nullptr && alive_before == nullptr) {
       // two signs: g has two magnitudes, so its square needs no arithmetic per element
       const U8 differ = spread_bits(now[i >> 3] ^ before[i >> 3]);
@@ -41,6 +41,11 @@ struct Refresh {
     const V8 fresh = v * keep + add * g * g;
     return alive == nullptr ? fresh : mask8(alive[i >> 3]) != 0.0f ? fresh : v;
   }
+};
+
+struct Measured {  // of a piece
+  Largest largest;
+  Sum8 direction, update;
 };
 
 inline void lamb_measure(const LambMeasureArgs& k) {
@@ -58,20 +63,19 @@ inline void lamb_measure(const LambMeasureArgs& k) {
       const Refresh refresh(k, t, p, momentum, s);
       const bool decays = h.weight_decay != 0.0;
       const float* x = decays ? values_of(k.x, p, x_stage) : nullptr;
-      Largest largest{eps, k.variance_form};
-      Sum8 direction, update;
-      for_octets(at, p.length, [&](auto lanes, int64_t i) {
+      Measured found{{eps, k.variance_form}, {}, {}};
+      for_octets(at, p.length, found, [=](auto lanes, int64_t i, Measured& own) ONEBIT_INLINE {
         const V8 a = lanes.load(frozen + i), b = refresh(lanes, i, lanes.load(fresh + i));
         lanes.store(refreshed + i, b);
-        largest.add(lanes, a, b, alive == nullptr ? splat(1.0f) : mask8(alive[i >> 3]));
+        own.largest.add(lanes, a, b, alive == nullptr ? splat(1.0f) : mask8(alive[i >> 3]));
         if (!decays) return;
         const V8 u = lanes.keep(signs8(bits, alive, i) * m / (root(a) + eps));
-        direction.add_squares(u);
-        update.add_squares(u + lanes.load(x + (i - at)) * wd);
+        own.direction.add_squares(u);
+        own.update.add_squares(u + lanes.load(x + (i - at)) * wd);
       });
-      k.largest[number] = largest.best;
-      k.direction[number] = direction.total();
-      k.update[number] = update.total();
+      k.largest[number] = found.largest.best;
+      k.direction[number] = found.direction.total();
+      k.update[number] = found.update.total();
       if (k.fresh.type == Type::bf16)
         narrow_bf16_random(refreshed + at, p.length, static_cast<uint16_t*>(k.fresh.data) + p.at, k.seed, k.step,
                            k.index + static_cast<uint64_t>(p.at));
@@ -92,7 +96,7 @@ inline void apply(const ApplyArgs& k, const Constants& constants) {
       const V8 eps = splat(static_cast<float>(k.hyper[p.layer].eps));
       const float* x = values_of(k.x, p, x_stage);
       float* to = room_for(k.x, p, room);
-      for_octets(at, p.length, [&](auto lanes, int64_t i) {
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
         const V8 below = root(lanes.load(frozen + i)) + eps;
         lanes.store(to + (i - at), update(lanes.load(x + (i - at)), signs8(bits, alive, i), below));
       });

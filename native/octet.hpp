@@ -76,17 +76,40 @@ struct Part {
   }
 };
 
-// body(lanes, i) for the octets i = 0, 8, ... that meet the elements [at, at + n).
-template <class Body>
-inline void for_octets(int64_t at, int64_t n, const Body& body) {
+// On the bodies of loops. They capture by value: then the compiler keeps constants and sums in registers, where
+// otherwise every store of a byte or a float might have changed them.
+#define ONEBIT_INLINE __attribute__((always_inline))
+
+template <class State, class Body>
+__attribute__((noinline)) void edge(Part lanes, int64_t i, State& state, const Body& body) {
+  body(lanes, i, state);
+}
+
+// body(lanes, i, state) for the octets i = 0, 8, ... that meet the elements [at, at + n).
+template <class State, class Body>
+inline void for_octets(int64_t at, int64_t n, State& state, const Body& body) {
   const int64_t end = at + n;
   int64_t i = at & ~int64_t{7};
   if (at != i) {
-    body(Part{static_cast<int>(at - i), static_cast<int>(end < i + 8 ? end - i : 8)}, i);
+    edge(Part{static_cast<int>(at - i), static_cast<int>(end < i + 8 ? end - i : 8)}, i, state, body);
     i += 8;
   }
-  for (; i + 8 <= end; i += 8) body(Whole{}, i);
-  if (i < end) body(Part{0, static_cast<int>(end - i)}, i);
+  if (i + 8 <= end) {
+    State own = state;
+    const Body copy = body;
+    for (; i + 8 <= end; i += 8) copy(Whole{}, i, own);
+    state = own;
+  }
+  if (i < end) edge(Part{0, static_cast<int>(end - i)}, i, state, body);
+}
+
+struct NoState {};
+
+// The same for bodies that keep nothing: body(lanes, i, NoState).
+template <class Body>
+inline void for_octets(int64_t at, int64_t n, const Body& body) {
+  NoState none;
+  for_octets(at, n, none, body);
 }
 
 // Signs as bits: the first element in the most significant bit, 1 where x >= 0 (so -0.0 is 1, nan is 0).

@@ -16,7 +16,7 @@ struct ServerMean {
   V8 divisor, factor;
 
   template <class Lanes>
-  V8 operator()(Lanes lanes, int64_t i) const {
+  ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i) const {
     V8 sum = signs8(bits, alive, i) * splat(scales[0]);
     for (int64_t w = 1; w < workers; ++w) sum += signs8(bits + w * stride, alive, i) * splat(scales[w * blocks]);
     return sum / divisor + lanes.load(error + i) * factor;
@@ -54,18 +54,15 @@ inline void server_encode(const ServerArgs& k) {
   };
   for_means(k, all_ones, [&](const Tile& t, const Piece& p, int64_t number, int64_t at, const ServerMean& mean) {
     uint8_t* bits = k.reply.bits + t.in_chunk / 8;
-    int64_t asking = 0;
-    Sum8 sum;
-    for_octets(at, p.length, [&, bits, mean](auto lanes, int64_t i) {
+    const bool absolute = k.absolute;
+    Found found;
+    for_octets(at, p.length, found, [=](auto lanes, int64_t i, Found& own) ONEBIT_INLINE {
       V8 x = lanes.keep(mean(lanes, i));
-      if (mean.alive != nullptr) x = drop_dead(x, mean.alive[i >> 3], asking);
-      if (k.absolute)
-        sum.add_magnitudes(x);
-      else
-        sum.add_squares(x);
+      if (mean.alive != nullptr) x = own.drop_dead(x, mean.alive[i >> 3]);
+      own.add(x, absolute);
       lanes.store(bits + (i >> 3), pack8(x));
     });
-    k.of_piece[number] = sum.total();
+    k.of_piece[number] = found.sum.total();
   });
 }
 
@@ -76,7 +73,7 @@ inline void server_commit(const ServerArgs& k) {
     const uint8_t* bits = k.reply.bits + t.in_chunk / 8;
     const V8 scale = splat(k.reply.scales[p.block - first_block]);
     float* e = k.error + t.in_chunk;
-    for_octets(at, p.length, [&](auto lanes, int64_t i) {
+    for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
       lanes.store(e + i, mean(lanes, i) - signs8(bits, mean.alive, i) * scale);
     });
   });

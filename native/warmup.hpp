@@ -20,6 +20,11 @@ struct Moments {
   V8 direction(V8 m, V8 v) const { return m / (root(v) + eps); }
 };
 
+struct WarmupSums {  // of a piece
+  Sum8 direction, update, weight;
+  V8 bad = {};  // nan once an element was inf or nan
+};
+
 inline void warmup_measure(const WarmupArgs& k) {
   for_tiles(k.plan, k.threads, [&](const Tile& t) {
     Stage x_stage;
@@ -27,21 +32,20 @@ inline void warmup_measure(const WarmupArgs& k) {
       const Moments next(k.hyper[p.layer]);
       const V8 wd = splat(static_cast<float>(k.hyper[p.layer].weight_decay));
       const float *x = values_of(k.x, p, x_stage), *g = k.g + t.at, *m = k.m + t.at, *v = k.v + t.at;
-      Sum8 direction, update, weight;
-      V8 bad = {};
-      for_octets(at, p.length, [&](auto lanes, int64_t i) {
+      WarmupSums found;
+      for_octets(at, p.length, found, [=](auto lanes, int64_t i, WarmupSums& own) ONEBIT_INLINE {
         const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
         const V8 u = lanes.keep(next.direction(next.momentum(lanes.load(m + i), grad),
                                                next.variance(lanes.load(v + i), grad)));
-        bad += grad * 0.0f;  // nan for inf and nan
-        direction.add_squares(u);
-        update.add_squares(u + parameter * wd);
-        weight.add_squares(parameter);
+        own.bad += grad * 0.0f;
+        own.direction.add_squares(u);
+        own.update.add_squares(u + parameter * wd);
+        own.weight.add_squares(parameter);
       });
-      k.bad[number] = any(bad != bad);
-      k.direction[number] = direction.total();
-      k.update[number] = update.total();
-      k.weight[number] = weight.total();
+      k.bad[number] = any(found.bad != found.bad);
+      k.direction[number] = found.direction.total();
+      k.update[number] = found.update.total();
+      k.weight[number] = found.weight.total();
     });
   });
 }
@@ -54,7 +58,7 @@ inline void warmup_apply(const WarmupArgs& k) {
       const V8 wd = splat(static_cast<float>(k.hyper[p.layer].weight_decay)), step = splat(k.step[p.layer]);
       const float *x = values_of(k.x, p, x_stage), *g = k.g + t.at;
       float *to = room_for(k.x, p, room), *m = k.m + t.at, *v = k.v + t.at;
-      for_octets(at, p.length, [&](auto lanes, int64_t i) {
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
         const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
         const V8 m_new = next.momentum(lanes.load(m + i), grad), v_new = next.variance(lanes.load(v + i), grad);
         lanes.store(m + i, m_new);

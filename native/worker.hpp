@@ -14,7 +14,7 @@ struct WorkerInput {
   int64_t at;
 
   template <class Lanes>
-  V8 operator()(Lanes lanes, int64_t i) const {
+  ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i) const {
     const V8 m = momentum != nullptr ? lanes.load(momentum + i) : signs8(bits, alive, i);
     return (lanes.load(grad + (i - at)) * add + m * keep) * scale + lanes.load(error + i) * factor;
   }
@@ -45,33 +45,45 @@ inline void for_inputs(const WorkerArgs& k, const Tile& t, const Body& body) {
   });
 }
 
-// Dead elements count as zero, by a product, so that inf and nan show in the sums. Counts those that are not zero.
-inline V8 drop_dead(V8 x, uint8_t alive, int64_t& asking) {
-  const V8 mask = mask8(alive);
-  const auto asks = (x != 0.0f) & (mask == 0.0f);
-  if (any(asks))
-    for (int l = 0; l < 8; ++l) asking += asks[l] != 0;
-  return x * mask;
-}
+// What an encoder finds out about a piece.
+struct Found {
+  Sum8 sum;
+  int64_t asking = 0;
+
+  void add(V8 x, bool absolute) {
+    if (absolute)
+      sum.add_magnitudes(x);
+    else
+      sum.add_squares(x);
+  }
+
+  // Dead elements count as zero, by a product, so that inf and nan show in the sums. Counts those that are not zero.
+  V8 drop_dead(V8 x, uint8_t alive) {
+    const V8 mask = mask8(alive);
+    const auto asks = (x != 0.0f) & (mask == 0.0f);
+    if (any(asks))
+      for (int l = 0; l < 8; ++l) asking += asks[l] != 0;
+    return x * mask;
+  }
+};
 
 inline void worker_encode(const WorkerArgs& k) {
   for_tiles(k.plan, k.threads, [&](const Tile& t) {
     uint8_t* bits = bits_of(k.message, t);
     const uint8_t* alive = mask_of(k.message.alive, t);
+    const bool absolute = k.absolute;
     int64_t asking = 0;
     if (!t.full) std::memset(bits, 0xff, static_cast<size_t>(t.length / 8));
     for_inputs(k, t, [&](const Piece& p, int64_t number, int64_t at, const WorkerInput& input) {
-      Sum8 sum;
-      for_octets(at, p.length, [&, bits, alive, input](auto lanes, int64_t i) {  // copies: writing bytes may alias all
+      Found found;
+      for_octets(at, p.length, found, [=](auto lanes, int64_t i, Found& own) ONEBIT_INLINE {
         V8 x = lanes.keep(input(lanes, i));
-        if (alive != nullptr) x = drop_dead(x, alive[i >> 3], asking);
-        if (k.absolute)
-          sum.add_magnitudes(x);
-        else
-          sum.add_squares(x);
+        if (alive != nullptr) x = own.drop_dead(x, alive[i >> 3]);
+        own.add(x, absolute);
         lanes.store(bits + (i >> 3), pack8(x));
       });
-      k.of_piece[number] = sum.total();
+      k.of_piece[number] = found.sum.total();
+      asking += found.asking;
     });
     if (asking != 0) __atomic_fetch_add(k.asking, asking, __ATOMIC_RELAXED);
   });
@@ -85,7 +97,7 @@ inline void worker_commit(const WorkerArgs& k) {
     const uint8_t *bits = bits_of(k.message, t), *alive = mask_of(k.message.alive, t);
     for_inputs(k, t, [&](const Piece& p, int64_t, int64_t at, const WorkerInput& input) {
       const V8 scale = splat(k.message.scales[p.block]);
-      for_octets(at, p.length, [&](auto lanes, int64_t i) {
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
         lanes.store(e + i, input(lanes, i) - signs8(bits, alive, i) * scale);
       });
     });
