@@ -73,9 +73,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
         def signs(blocks: int = blocks, bucket: Bucket = bucket) -> native.Signs:
             bits = torch.randint(0, 256, (bucket.workers, bucket.chunk // 8), dtype=torch.uint8)
-            return native.Signs(bits, torch.rand(blocks) + 0.5)
+            return native.Signs(bits, (torch.rand(blocks) + 0.5) * 1e-5)
 
-        fresh = (torch.rand(bucket.numel) + 0.5).to(state)
+        # variances spread as a layer's are; the rebuilt gradients keep the fresh one near their square
+        frozen = torch.exp(torch.randn(bucket.numel)) * 1e-8
         found.append(
             Case(
                 bucket,
@@ -91,8 +92,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
                 torch.rand(n, plan.blocks[0]) + 0.5,
                 torch.zeros(bucket.chunk // 8, dtype=torch.uint8),
                 torch.ones(plan.blocks[0]),
-                (torch.rand(bucket.numel) + 0.5).to(state),
-                fresh,
+                frozen.to(state),
+                (frozen * torch.exp(0.3 * torch.randn(bucket.numel))).to(state),
                 torch.full((layers,), 1e-9),
                 {name: torch.rand(bucket.numel) * 1e-3 for name in ("g", "m", "v")},
             )

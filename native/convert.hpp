@@ -1,7 +1,7 @@
 // Elements of other types: to float and back. Nearest-even, except where a random number decides.
 #pragma once
 
-#include "simd.hpp"
+#include "tiles.hpp"
 
 namespace onebit::ONEBIT_ISA {
 

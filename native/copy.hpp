@@ -1,47 +1,44 @@
 // Plain conversions: signs to floats, a list of tensors to a flat buffer, and the size of tensors.
 #pragma once
 
-#include "bits.hpp"
-#include "reduce.hpp"
 #include "state.hpp"
 
 namespace onebit::ONEBIT_ISA {
 
 inline void decode(const DecodeArgs& k) {
-  for_tiles(k.plan, k.threads, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Stage stage;
-    const float* signs = signs_of(k.from, t, stage);
-    if (!t.full) clear(k.out + t.at, t.length);
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      const float s = k.layer_scale == nullptr ? 1.0f : k.layer_scale[p.layer];
-      const float value = k.from.scales[p.block] / s;
-      const float* from = signs + (p.at - t.at);
-      float* __restrict to = k.out + p.at;
-      for (int64_t j = 0; j < p.length; ++j) to[j] = from[j] * value;
-    }
+  for_tiles(k.plan, k.threads, [&](const Tile& t) {
+    const uint8_t *bits = bits_of(k.from, t), *alive = mask_of(k.from.alive, t);
+    float* out = k.out + t.at;
+    if (!t.full) clear(out, t.length);
+    for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t at) {
+      const V8 value = splat(k.from.scales[p.block] / of_layer(k.layer_scale, p));
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
+        lanes.store(out + i, signs8(bits, alive, i) * value);
+      });
+    });
   });
 }
 
 inline void gather(const GatherArgs& k) {
-  for_tiles(k.plan, k.threads, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
+  for_tiles(k.plan, k.threads, [&](const Tile& t) {
     Stage stage;
     if (!t.full) clear(k.out + t.at, t.length);
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
+    for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t) {
       std::memcpy(k.out + p.at, values_of(k.from, p, stage), static_cast<size_t>(p.length) * sizeof(float));
-    }
+    });
   });
 }
 
 inline void sum_squares(const SquaresArgs& k) {
-  for_tiles(0, k.parts, k.threads, [&](int64_t i) {
+  for_range(0, k.parts, k.threads, [&](int64_t part) {
     Stage stage;
-    const int64_t tensor = k.tensor[i];
-    k.of_part[i] = sum_squares(
-        widen(k.from.data[tensor], k.from.types[tensor], k.offset[i], k.length[i], stage.at), k.length[i]);
+    const int64_t tensor = k.tensor[part];
+    const float* x = widen(k.from.data[tensor], k.from.types[tensor], k.offset[part], k.length[part], stage.at);
+    Sum8 sum;
+    for_octets(0, k.length[part], sum, [=](auto lanes, int64_t i, Sum8& own) ONEBIT_INLINE {
+      own.add_squares(lanes.load(x + i));
+    });
+    k.of_part[part] = sum.total();
   });
 }
 

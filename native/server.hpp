@@ -1,70 +1,81 @@
 // The server's side, for the one chunk this worker serves: mean of the decoded messages + error -> signs and sums;
-// later the same mean again -> the new error. No float buffer larger than a tile.
+// later the same mean again -> the new error. No float buffer larger than a few registers.
 #pragma once
 
 #include "worker.hpp"
 
 namespace onebit::ONEBIT_ISA {
 
-inline void server_mean(const ServerArgs& k, const Tile& t, float* mean) {
-  Stage stage;
+// A = (sum over workers of sign * scale) / n + error * error_factor, for the octets of one piece.
+struct ServerMean {
+  const uint8_t *bits, *alive;  // of the tile, in the first message
+  int64_t stride, workers;
+  const float* scales;  // of the piece's block, in the first message
+  int64_t blocks;
+  const float* error;  // of the tile
+  V8 divisor, factor;
+
+  template <class Lanes>
+  ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i) const {
+    V8 sum = signs8(bits, alive, i) * splat(scales[0]);
+    for (int64_t w = 1; w < workers; ++w) sum += signs8(bits + w * stride, alive, i) * splat(scales[w * blocks]);
+    return sum / divisor + lanes.load(error + i) * factor;
+  }
+};
+
+// body(tile, piece, its number, its offset in the tile, its ServerMean) for the pieces of the chunk; begin(tile) before.
+template <class Begin, class Body>
+inline void for_means(const ServerArgs& k, const Begin& begin, const Body& body) {
   const int64_t first_block = k.plan.chunk_blocks[k.chunk];
   const int64_t blocks = k.plan.chunk_blocks[k.chunk + 1] - first_block;
-  const float divisor = static_cast<float>(k.workers);
-  if (!t.full) clear(mean, t.length);
-  for (int64_t worker = 0; worker < k.workers; ++worker) {
-    unpack_signs(k.received.bits + worker * k.received.stride + t.in_chunk / 8, mask_of(k.received.alive, t), t.length,
-                 stage.at);
-    const float* scales = k.received.scales + worker * blocks - first_block;
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      const float scale = scales[p.block], *signs = stage.at + (p.at - t.at);
-      float* __restrict sum = mean + (p.at - t.at);
-      if (worker == 0)
-        for (int64_t j = 0; j < p.length; ++j) sum[j] = signs[j] * scale;
-      else
-        for (int64_t j = 0; j < p.length; ++j) sum[j] += signs[j] * scale;
-    }
-  }
-  for (int64_t i = t.first; i < t.last; ++i) {
-    const Piece& p = k.plan.pieces[i];
-    const float f = k.error_factor == nullptr ? 1.0f : k.error_factor[p.layer];
-    const float* e = k.error + t.in_chunk + (p.at - t.at);
-    float* __restrict sum = mean + (p.at - t.at);
-    for (int64_t j = 0; j < p.length; ++j) sum[j] = sum[j] / divisor + e[j] * f;
-  }
-}
-
-inline void for_chunk(const ServerArgs& k, const auto& body) {
-  for_tiles(k.plan.chunk_tiles[k.chunk], k.plan.chunk_tiles[k.chunk + 1], k.threads, body);
+  for_range(k.plan.chunk_tiles[k.chunk], k.plan.chunk_tiles[k.chunk + 1], k.threads, [&](int64_t index) {
+    const Tile& t = k.plan.tiles[index];
+    begin(t);
+    for_pieces(k.plan, t, [&](const Piece& p, int64_t number, int64_t at) {
+      const ServerMean mean{
+          k.received.bits + t.in_chunk / 8,
+          mask_of(k.received.alive, t),
+          k.received.stride,
+          k.workers,
+          k.received.scales + (p.block - first_block),
+          blocks,
+          k.error + t.in_chunk,
+          splat(static_cast<float>(k.workers)),
+          splat(of_layer(k.error_factor, p)),
+      };
+      body(t, p, number, at, mean);
+    });
+  });
 }
 
 inline void server_encode(const ServerArgs& k) {
-  for_chunk(k, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Stage mean;
-    server_mean(k, t, mean.at);
-    if (k.received.alive != nullptr) drop_dead(mean.at, mask_of(k.received.alive, t), t.length);
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      k.of_piece[i] = sum_of(mean.at + (p.at - t.at), p.length, k.absolute);
-    }
-    pack_signs(mean.at, t.length, k.reply.bits + t.in_chunk / 8);
+  const auto all_ones = [&](const Tile& t) {
+    if (!t.full) std::memset(k.reply.bits + t.in_chunk / 8, 0xff, static_cast<size_t>(t.length / 8));
+  };
+  for_means(k, all_ones, [&](const Tile& t, const Piece& p, int64_t number, int64_t at, const ServerMean& mean) {
+    uint8_t* bits = k.reply.bits + t.in_chunk / 8;
+    const bool absolute = k.absolute;
+    Found found;
+    for_octets(at, p.length, found, [=](auto lanes, int64_t i, Found& own) ONEBIT_INLINE {
+      V8 x = lanes.keep(mean(lanes, i));
+      if (mean.alive != nullptr) x = own.drop_dead(x, mean.alive[i >> 3]);
+      own.add(x, absolute);
+      lanes.store(bits + (i >> 3), pack8(x));
+    });
+    k.of_piece[number] = found.sum.total();
   });
 }
 
 inline void server_commit(const ServerArgs& k) {
-  for_chunk(k, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Stage mean, stage;
-    server_mean(k, t, mean.at);
-    unpack_signs(k.reply.bits + t.in_chunk / 8, mask_of(k.received.alive, t), t.length, stage.at);
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      const int64_t at = p.at - t.at;
-      residue(mean.at + at, stage.at + at, p.length, k.reply.scales[p.block - k.plan.chunk_blocks[k.chunk]],
-              k.error + t.in_chunk + at);
-    }
+  const int64_t first_block = k.plan.chunk_blocks[k.chunk];
+  const auto nothing = [](const Tile&) {};
+  for_means(k, nothing, [&](const Tile& t, const Piece& p, int64_t, int64_t at, const ServerMean& mean) {
+    const uint8_t* bits = k.reply.bits + t.in_chunk / 8;
+    const V8 scale = splat(k.reply.scales[p.block - first_block]);
+    float* e = k.error + t.in_chunk;
+    for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
+      lanes.store(e + i, mean(lanes, i) - signs8(bits, mean.alive, i) * scale);
+    });
   });
 }
 

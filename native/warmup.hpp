@@ -2,68 +2,71 @@
 // is skipped by not calling `apply`; the new momentum and variance are computed in both.
 #pragma once
 
-#include "lamb.hpp"
+#include "state.hpp"
 
 namespace onebit::ONEBIT_ISA {
 
-struct Moments {  // of a piece
-  Stage m, v, u;
+// m = m * beta1 + g * (1 - beta1); v = v * beta2 + (1 - beta2) * g * g; u = m / (sqrt(v) + eps)
+struct Moments {
+  V8 keep1, add1, keep2, add2, eps;
+  explicit Moments(const Hyper& h)
+      : keep1(splat(static_cast<float>(h.beta1))),
+        add1(splat(static_cast<float>(1.0 - h.beta1))),
+        keep2(splat(static_cast<float>(h.beta2))),
+        add2(splat(static_cast<float>(1.0 - h.beta2))),
+        eps(splat(static_cast<float>(h.eps))) {}
+  V8 momentum(V8 m, V8 g) const { return m * keep1 + g * add1; }
+  V8 variance(V8 v, V8 g) const { return v * keep2 + add2 * g * g; }
+  V8 direction(V8 m, V8 v) const { return m / (root(v) + eps); }
 };
 
-// m = m * beta1 + g * (1 - beta1); v = v * beta2 + (1 - beta2) * g * g; u = m / (sqrt(v) + eps)
-inline void next_moments(const float* g, const float* m, const float* v, int64_t n, const Hyper& h,
-                         float* __restrict m_new, float* __restrict v_new, float* __restrict u) {
-  const float keep1 = static_cast<float>(h.beta1), add1 = static_cast<float>(1.0 - h.beta1);
-  const float keep2 = static_cast<float>(h.beta2), add2 = static_cast<float>(1.0 - h.beta2);
-  const float eps = static_cast<float>(h.eps);
-  for (int64_t i = 0; i < n; ++i) {
-    m_new[i] = m[i] * keep1 + g[i] * add1;
-    v_new[i] = v[i] * keep2 + add2 * g[i] * g[i];
-    u[i] = m_new[i] / (__builtin_sqrtf(v_new[i]) + eps);
-  }
-}
+struct WarmupSums {  // of a piece
+  Sum8 direction, update, weight;
+  V8 bad = {};  // nan once an element was inf or nan
+};
 
 inline void warmup_measure(const WarmupArgs& k) {
-  for_tiles(k.plan, k.threads, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Moments next;
+  for_tiles(k.plan, k.threads, [&](const Tile& t) {
     Stage x_stage;
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      const Hyper& h = k.hyper[p.layer];
-      const int64_t n = p.length;
-      k.bad[i] = any_bad(k.g + p.at, n);
-      next_moments(k.g + p.at, k.m + p.at, k.v + p.at, n, h, next.m.at, next.v.at, next.u.at);
-      const float* x = values_of(k.x, p, x_stage);
-      k.direction[i] = k.update[i] = sum_squares(next.u.at, n);
-      k.weight[i] = sum_squares(x, n);
-      if (h.weight_decay == 0.0) continue;
-      const float wd = static_cast<float>(h.weight_decay);
-      for (int64_t j = 0; j < n; ++j) next.u.at[j] += x[j] * wd;
-      k.update[i] = sum_squares(next.u.at, n);
-    }
+    for_pieces(k.plan, t, [&](const Piece& p, int64_t number, int64_t at) {
+      const Moments next(k.hyper[p.layer]);
+      const V8 wd = splat(static_cast<float>(k.hyper[p.layer].weight_decay));
+      const float *x = values_of(k.x, p, x_stage), *g = k.g + t.at, *m = k.m + t.at, *v = k.v + t.at;
+      WarmupSums found;
+      for_octets(at, p.length, found, [=](auto lanes, int64_t i, WarmupSums& own) ONEBIT_INLINE {
+        const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
+        const V8 u = lanes.keep(next.direction(next.momentum(lanes.load(m + i), grad),
+                                               next.variance(lanes.load(v + i), grad)));
+        own.bad += grad * 0.0f;
+        own.direction.add_squares(u);
+        own.update.add_squares(u + parameter * wd);
+        own.weight.add_squares(parameter);
+      });
+      k.bad[number] = any(found.bad != found.bad);
+      k.direction[number] = found.direction.total();
+      k.update[number] = found.update.total();
+      k.weight[number] = found.weight.total();
+    });
   });
 }
 
 inline void warmup_apply(const WarmupArgs& k) {
-  for_tiles(k.plan, k.threads, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Moments next;
+  for_tiles(k.plan, k.threads, [&](const Tile& t) {
     Stage x_stage, room;
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      const Hyper& h = k.hyper[p.layer];
-      const int64_t n = p.length;
-      next_moments(k.g + p.at, k.m + p.at, k.v + p.at, n, h, next.m.at, next.v.at, next.u.at);
-      std::memcpy(k.m + p.at, next.m.at, static_cast<size_t>(n) * sizeof(float));
-      std::memcpy(k.v + p.at, next.v.at, static_cast<size_t>(n) * sizeof(float));
-      const float wd = static_cast<float>(h.weight_decay), step = k.step[p.layer];
-      const float* x = values_of(k.x, p, x_stage);
-      float* to = room_for(k.x, p, room);
-#pragma GCC ivdep  // `to` is `x` or a buffer of its own
-      for (int64_t j = 0; j < n; ++j) to[j] = x[j] - (next.u.at[j] + x[j] * wd) * step;
+    for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t at) {
+      const Moments next(k.hyper[p.layer]);
+      const V8 wd = splat(static_cast<float>(k.hyper[p.layer].weight_decay)), step = splat(k.step[p.layer]);
+      const float *x = values_of(k.x, p, x_stage), *g = k.g + t.at;
+      float *to = room_for(k.x, p, room), *m = k.m + t.at, *v = k.v + t.at;
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
+        const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
+        const V8 m_new = next.momentum(lanes.load(m + i), grad), v_new = next.variance(lanes.load(v + i), grad);
+        lanes.store(m + i, m_new);
+        lanes.store(v + i, v_new);
+        lanes.store(to + (i - at), parameter - (next.direction(m_new, v_new) + parameter * wd) * step);
+      });
       put_back(k.x, p, room);
-    }
+    });
   });
 }
 

@@ -2,83 +2,106 @@
 // the same input again -> the new error. Recomputing costs less memory traffic than keeping the input.
 #pragma once
 
-#include "bits.hpp"
-#include "reduce.hpp"
 #include "state.hpp"
 
 namespace onebit::ONEBIT_ISA {
 
-// out = (g * a + m * b) * s + e * f
-inline void blend(const float* g, const float* m, const float* e, int64_t n, float a, float b, float s, float f,
-                  float* __restrict out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = (g[i] * a + m[i] * b) * s + e[i] * f;
-}
+// input = (g * (1 - beta1) + m * beta1) * layer_scale + error * error_factor, for the octets of one piece.
+struct WorkerInput {
+  const float *grad, *error, *momentum;  // by offset in the piece, the tile, the tile
+  const uint8_t *bits, *alive;           // of the momentum, where `momentum` is null
+  V8 add, keep, scale, factor;
+  int64_t at;
 
-inline void worker_input(const WorkerArgs& k, const Tile& t, float* input) {
-  Stage momentum, error, grad;
-  const float* m = k.momentum_flat != nullptr ? k.momentum_flat + t.at : signs_of(k.momentum, t, momentum);
+  template <class Lanes>
+  ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i) const {
+    const V8 m = momentum != nullptr ? lanes.load(momentum + i) : signs8(bits, alive, i);
+    return (lanes.load(grad + (i - at)) * add + m * keep) * scale + lanes.load(error + i) * factor;
+  }
+};
+
+// body(piece, its number, its offset in the tile, its WorkerInput)
+template <class Body>
+inline void for_inputs(const WorkerArgs& k, const Tile& t, const Body& body) {
+  Stage error, grad;
   const float* e = flat_of(k.plan, k.error, t, error);
-  if (!t.full) clear(input, t.length);
-  for (int64_t i = t.first; i < t.last; ++i) {
-    const Piece& p = k.plan.pieces[i];
-    const int64_t at = p.at - t.at;
-    const float s = k.layer_scale == nullptr ? 1.0f : k.layer_scale[p.layer];
-    const float f = k.error_factor == nullptr ? 1.0f : k.error_factor[p.layer];
-    const float keep = static_cast<float>(k.hyper[p.layer].beta1);
-    const float add = static_cast<float>(1.0 - k.hyper[p.layer].beta1);
-    const float b = k.momentum_flat != nullptr ? keep : k.momentum.scales[p.block] / s * keep;
-    blend(values_of(k.grads, p, grad), m + at, e + at, p.length, add, b, s, f, input + at);
-  }
-}
-
-// Dead elements count as zero, by a product, so that inf and nan show in the sums. Returns how many are not zero.
-inline int64_t drop_dead(float* x, const uint8_t* alive, int64_t n) {
-  Stage mask;
-  unpack_mask(alive, n, mask.at);
-  int32_t asking = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    asking += (x[i] != 0.0f) & (mask.at[i] == 0.0f);
-    x[i] *= mask.at[i];
-  }
-  return asking;
-}
-
-inline void worker_encode(const WorkerArgs& k) {
-  for_tiles(k.plan, k.threads, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Stage input;
-    worker_input(k, t, input.at);
-    if (k.message.alive != nullptr) {
-      const int64_t asking = drop_dead(input.at, mask_of(k.message.alive, t), t.length);
-      if (asking != 0) __atomic_fetch_add(k.asking, asking, __ATOMIC_RELAXED);
-    }
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      k.of_piece[i] = sum_of(input.at + (p.at - t.at), p.length, k.absolute);
-    }
-    pack_signs(input.at, t.length, bits_of(k.message, t));
+  const bool flat = k.momentum_flat != nullptr;
+  for_pieces(k.plan, t, [&](const Piece& p, int64_t number, int64_t at) {
+    const double beta1 = k.hyper[p.layer].beta1;
+    const float s = of_layer(k.layer_scale, p), keep = static_cast<float>(beta1);
+    const WorkerInput input{
+        values_of(k.grads, p, grad),
+        e,
+        flat ? k.momentum_flat + t.at : nullptr,
+        flat ? nullptr : bits_of(k.momentum, t),
+        mask_of(k.momentum.alive, t),
+        splat(static_cast<float>(1.0 - beta1)),
+        splat(flat ? keep : k.momentum.scales[p.block] / s * keep),
+        splat(s),
+        splat(of_layer(k.error_factor, p)),
+        at,
+    };
+    body(p, number, at, input);
   });
 }
 
-// e = input - sign * scale
-inline void residue(const float* input, const float* signs, int64_t n, float scale, float* __restrict e) {
-  for (int64_t i = 0; i < n; ++i) e[i] = input[i] - signs[i] * scale;
+// What an encoder finds out about a piece.
+struct Found {
+  Sum8 sum;
+  int64_t asking = 0;
+
+  void add(V8 x, bool absolute) {
+    if (absolute)
+      sum.add_magnitudes(x);
+    else
+      sum.add_squares(x);
+  }
+
+  // Dead elements count as zero, by a product, so that inf and nan show in the sums. Counts those that are not zero.
+  V8 drop_dead(V8 x, uint8_t alive) {
+    const V8 mask = mask8(alive);
+    const auto asks = (x != 0.0f) & (mask == 0.0f);
+    if (any(asks))
+      for (int l = 0; l < 8; ++l) asking += asks[l] != 0;
+    return x * mask;
+  }
+};
+
+inline void worker_encode(const WorkerArgs& k) {
+  for_tiles(k.plan, k.threads, [&](const Tile& t) {
+    uint8_t* bits = bits_of(k.message, t);
+    const uint8_t* alive = mask_of(k.message.alive, t);
+    const bool absolute = k.absolute;
+    int64_t asking = 0;
+    if (!t.full) std::memset(bits, 0xff, static_cast<size_t>(t.length / 8));
+    for_inputs(k, t, [&](const Piece& p, int64_t number, int64_t at, const WorkerInput& input) {
+      Found found;
+      for_octets(at, p.length, found, [=](auto lanes, int64_t i, Found& own) ONEBIT_INLINE {
+        V8 x = lanes.keep(input(lanes, i));
+        if (alive != nullptr) x = own.drop_dead(x, alive[i >> 3]);
+        own.add(x, absolute);
+        lanes.store(bits + (i >> 3), pack8(x));
+      });
+      k.of_piece[number] = found.sum.total();
+      asking += found.asking;
+    });
+    if (asking != 0) __atomic_fetch_add(k.asking, asking, __ATOMIC_RELAXED);
+  });
 }
 
 inline void worker_commit(const WorkerArgs& k) {
-  for_tiles(k.plan, k.threads, [&](int64_t index) {
-    const Tile& t = k.plan.tiles[index];
-    Stage input, sent, error;
-    worker_input(k, t, input.at);
-    const float* signs = signs_of(k.message, t, sent);
-    float* e = room_for(k.error, t, error);
-    if (!t.full && e == error.at) clear(e, t.length);
-    for (int64_t i = t.first; i < t.last; ++i) {
-      const Piece& p = k.plan.pieces[i];
-      const int64_t at = p.at - t.at;
-      residue(input.at + at, signs + at, p.length, k.message.scales[p.block], e + at);
-    }
-    put_back(k.plan, k.error, t, error);
+  for_tiles(k.plan, k.threads, [&](const Tile& t) {
+    Stage room;
+    float* e = room_for(k.error, t, room);
+    if (!t.full && e == room.at) clear(e, t.length);
+    const uint8_t *bits = bits_of(k.message, t), *alive = mask_of(k.message.alive, t);
+    for_inputs(k, t, [&](const Piece& p, int64_t, int64_t at, const WorkerInput& input) {
+      const V8 scale = splat(k.message.scales[p.block]);
+      for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
+        lanes.store(e + i, input(lanes, i) - signs8(bits, alive, i) * scale);
+      });
+    });
+    put_back(k.plan, k.error, t, room);
   });
 }
 
