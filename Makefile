@@ -34,7 +34,7 @@ test: $(READY)  ## all tests; ARGS=... is passed to pytest
 	$(BIN)/pytest $(ARGS)
 
 bench: $(READY)  ## time the optimizer step against a copy of the same memory
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/onebit bench $(ARGS)
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

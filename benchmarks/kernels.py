@@ -68,7 +68,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     found = []
     for bucket in layout.buckets:
         cut = BucketCodec(bucket, codec, torch.float32, torch.device("cpu"))
-        plan = native.Plan(bucket, [[(a, b - a) for a, b in spans] for spans in cut._spans], args.tile)
+        plan = native.Plan(bucket, [[(a, b - a) for a, b in spans] for spans in cut.spans], args.tile)
         n, blocks, layers = bucket.workers, sum(plan.blocks), len(plan.sizes)
 
         def signs(blocks: int = blocks, bucket: Bucket = bucket) -> native.Signs:

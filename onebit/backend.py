@@ -17,6 +17,7 @@ from torch import Tensor
 from onebit import lamb
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source, TensorSource
+from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, FlatLayout, Run
 
 
@@ -47,7 +48,8 @@ class Momentum:
 
     Attributes:
         messages: uint8 [workers, message_bytes].
-        mask: bool [bucket], elements whose momentum is zero whatever their bit says; None: there are none.
+        mask: uint8 [bucket / 8], a bit per element; where it is 0 the momentum is zero whatever its sign bit says.
+            None: there are no such elements.
     """
 
     messages: Tensor
@@ -83,7 +85,10 @@ class Backend(Protocol):
         scale: Tensor | None,
         mask: Tensor | None,
     ) -> Source:
-        """The worker's part: what goes into the exchange. `scale` is per layer; `mask`, bool [bucket], zeroes it."""
+        """The worker's part: what goes into the exchange.
+
+        `scale` is per layer; where `mask`, uint8 [bucket / 8] or None, has a 0 the input is zero.
+        """
 
     def measure(
         self,
@@ -168,7 +173,7 @@ class TorchBackend:
         for run, here, layers in self._parts(bucket):
             spread = None if scale is None else run.spread(scale[layers])
             lamb.local_momentum(m[here], g[here], hypers.of(run).beta1, spread)
-        return TensorSource(g if mask is None else g.mul_(mask))
+        return TensorSource(g if mask is None else g.mul_(unpack_bits(mask)))
 
     def measure(
         self,
@@ -185,11 +190,12 @@ class TorchBackend:
     ) -> tuple[Tensor, lamb.Norms]:
         m_new, m_old = self.momentum(codec, now, scale), self.momentum(codec, before, scale)
         quotients, norms = [], []
+        mask = None if now.mask is None else unpack_bits(now.mask)
         for run, here, layers in self._parts(codec.bucket):
             hyper = hypers.of(run)
             u, norm = lamb.direction(x[layers], m_new[here], v_frozen[here], run, hyper)
             norms.append((norm, norm, run.norms(u) if hyper.weight_decay else norm))
-            alive = None if now.mask is None else now.mask[here]
+            alive = None if mask is None else mask[here]
             lamb.refresh_variance(m_new[here], m_old[here], v_fresh[here], alive, hyper)
             quotients.append(lamb.largest_quotient(v_frozen[here], v_fresh[here], alive, run, hyper, form))
         return torch.cat(quotients), _joined(norms)
@@ -232,7 +238,7 @@ def decoded(codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | Non
     m = codec.decode(momentum.messages)
     if scale is not None:
         m /= codec.spread_layers(scale, 1.0)
-    return m if momentum.mask is None else m.mul_(momentum.mask)
+    return m if momentum.mask is None else m.mul_(unpack_bits(momentum.mask))
 
 
 def _joined(norms: list[tuple[Any, ...]]) -> lamb.Norms:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onebit.errors import ConfigError
-from onebit.kernels import pack_signs, unpack_signs
+from onebit.kernels import pack_bits, pack_signs, unpack_bits, unpack_signs
 from onebit.layout import Bucket, spread
 
 MAX_MULTIPLIER = 1.6  # 1.7 diverged on heavy tails in our measurements; the residual is no longer contracted
@@ -72,6 +72,7 @@ class BucketCodec:
     Attributes:
         blocks: number of blocks of each chunk.
         spans: the blocks of each chunk in order, as (start, stop) in the chunk.
+        packed_alive: uint8 [bucket / 8], a bit per element, or None: all are alive.
         live: the number of elements of each block that are alive, float64 [blocks] for each chunk.
         head_bytes: bytes of a message before its bits.
         message_bytes: bytes of one message; the same for every chunk.
@@ -97,9 +98,9 @@ class BucketCodec:
         """Elements whose `alive` is False are dead: they take no part in a scale and decode to zero.
 
         Args:
-            alive: bool [bucket], or None: all are alive.
+            alive: bool [bucket], kept as bits; or None: all are alive.
         """
-        self.alive = alive
+        self.packed_alive = None if alive is None else pack_bits(alive.contiguous())
         if alive is None:
             counts = [lengths[:-1] for lengths in self._lengths]
             self.live = [torch.tensor(count, dtype=torch.float64, device=self._device) for count in counts]
@@ -109,6 +110,11 @@ class BucketCodec:
             torch.stack([row[a:b].sum(dtype=torch.float64) for a, b in spans]) if spans else self.live[0][:0]
             for row, spans in zip(rows, self.spans, strict=True)
         ]
+
+    @property
+    def alive(self) -> Tensor | None:
+        """bool [bucket], unpacked anew at each use; None: all are alive."""
+        return None if self.packed_alive is None else unpack_bits(self.packed_alive)
 
     def encode(self, x: Tensor) -> Tensor:
         """The worker side: all chunks of a bucket.
@@ -120,8 +126,9 @@ class BucketCodec:
         Returns:
             uint8 [workers, message_bytes].
         """
-        if self.alive is not None:
-            x = x * self.alive
+        alive = self.alive
+        if alive is not None:
+            x = x * alive
         rows = x.view(self.bucket.workers, -1)
         if self.codec.scale == "bucket":
             scale = self._shared_scale(x)
@@ -132,8 +139,9 @@ class BucketCodec:
 
     def encode_chunk(self, x: Tensor, chunk: int) -> Tensor:
         """The server side: x [chunk] -> uint8 [message_bytes], with scales of its own."""
-        if self.alive is not None:
-            x = x * self.alive.view(self.bucket.workers, -1)[chunk]
+        alive = self._alive_in(chunk)
+        if alive is not None:
+            x = x * alive
         return self._message(x, self._chunk_scales(x, chunk))
 
     def decode(self, messages: Tensor) -> Tensor:
@@ -145,8 +153,9 @@ class BucketCodec:
         scales = torch.cat([self.scales(message, chunk), torch.zeros(1, dtype=self.dtype, device=message.device)])
         out = unpack_signs(self.bits(message), self.dtype)
         out *= spread(scales, self._lengths[chunk])
-        if self.alive is not None:
-            out *= self.alive.view(self.bucket.workers, -1)[chunk]
+        alive = self._alive_in(chunk)
+        if alive is not None:
+            out *= alive
         return out
 
     def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
@@ -158,7 +167,7 @@ class BucketCodec:
             error_factor: [layers of the bucket], or None for 1.
         """
         reply = self.encode_chunk(self._served(received, chunk, error, error_factor), chunk)
-        if self.alive is not None:
+        if self.packed_alive is not None:
             self.header(reply)[...] = self.header(received).sum()
         return reply
 
@@ -205,6 +214,12 @@ class BucketCodec:
         message[: self.head_bytes].view(self.dtype)[1 : 1 + len(scales)] = scales
         self.bits(message).copy_(pack_signs(x))
         return message
+
+    def _alive_in(self, chunk: int) -> Tensor | None:
+        """bool [chunk], or None: all are alive."""
+        if self.packed_alive is None:
+            return None
+        return unpack_bits(self.packed_alive.view(self.bucket.workers, -1)[chunk])
 
     def _chunk_scales(self, row: Tensor, chunk: int) -> Tensor:
         if not self.spans[chunk]:  # nothing but padding

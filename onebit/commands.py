@@ -1,4 +1,4 @@
-"""The commands of `onebit`: train, compare, info."""
+"""The commands of `onebit`: train, compare, bench, info."""
 
 import json
 import os
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from onebit.bench import measure
 from onebit.compare import compare as compare_optimizers
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError, OnebitError
@@ -130,6 +131,29 @@ def info() -> None:
         table = Table(title="onebit", show_header=False)
         for name, value in rows.items():
             table.add_row(name, value)
+        Console().print(table)
+
+
+@app.command()
+def bench(
+    elements: Annotated[int, typer.Option(help="Parameters at least; BERT-Large's layers.")] = 25_000_000,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; the figures are medians.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Time the optimizers' steps on one worker against the memory traffic that they cannot avoid."""
+    with _clear_errors():
+        result = measure(elements, threads, rounds)
+        if as_json:
+            print(json.dumps(result, indent=1))
+            return
+        table = Table(title=f"{result['elements']:,} elements, {threads} thread(s); kernels: {result['kernels']}")
+        for name in ("step", "ns/element", "GB/s of the floor", "times the floor"):
+            table.add_column(name, justify="left" if name == "step" else "right")
+        for name, row in result["rows"].items():
+            cells = [f"{row['ns_per_element']:.2f}"]
+            cells += [f"{row[key]:.2f}" if key in row else "-" for key in ("gb_per_s", "floor_ratio")]
+            table.add_row(name, *cells)
         Console().print(table)
 
 

@@ -19,6 +19,7 @@ from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.exchange import Exchange
+from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Bucket
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS, Lamb, Stage, Transport
 
@@ -223,8 +224,10 @@ class OneBitLamb(Lamb):
         if self._scaled_error:
             self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
         exchange.set_alive(self._initially_alive(dead))
+        self._averaged = None
         if self.comm.rank == 0:
-            asleep = 0 if exchange.alive is None else int((~exchange.alive).sum())
+            alive = exchange.alive
+            asleep = 0 if alive is None else int((~alive).sum())
             log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
             if self._mask is not None and self._hold and self._kernels == "native":
                 log.info("exp_avg_mask was given: the worker's part runs in torch, which is slower")
@@ -247,7 +250,7 @@ class OneBitLamb(Lamb):
         return self._exchange
 
     def _user_mask(self) -> Tensor | None:
-        """The groups' exp_avg_mask: bool [layout.numel], or None where no group has one."""
+        """The groups' exp_avg_mask, a bit per element: uint8 [layout.numel / 8], or None where no group has one."""
         assert self._layout is not None
         masks = {id(g["params"][0]): g["exp_avg_mask"] for g in self.param_groups if g.get("exp_avg_mask") is not None}
         if not masks:
@@ -256,7 +259,7 @@ class OneBitLamb(Lamb):
         for p, view in zip(self._params(), self._layout.views(flat), strict=True):
             if id(p) in masks:
                 view.copy_(masks[id(p)].reshape(view.shape) != 0)
-        return flat
+        return pack_bits(flat)
 
     def _initially_alive(self, dead: Tensor) -> Tensor:
         """Which elements take part in the exchange: bool [layout.numel]; padding counts as alive."""
@@ -264,7 +267,7 @@ class OneBitLamb(Lamb):
         alive = torch.ones_like(dead)
         for view, out in zip(self._layout.views(dead), self._layout.views(alive), strict=True):
             out.copy_(~view if self._hold else ~view.all())
-        return alive if self._mask is None or not self._hold else alive & self._mask
+        return alive if self._mask is None or not self._hold else alive & unpack_bits(self._mask)
 
     def _momentum_scales(self) -> Tensor:
         assert self._layout is not None
@@ -283,7 +286,7 @@ class OneBitLamb(Lamb):
         hypers, grads, factor = self._hypers(), self._gradients(), self._error_factor()
         means = []
         for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
-            mask = None if self._mask is None or not self._hold else self._mask[bucket.slice]
+            mask = None if self._mask is None or not self._hold else self._mask[bucket.packed_slice]
             source = self._backend.source(
                 codec,
                 grads[bucket.layer_slice],
@@ -304,18 +307,18 @@ class OneBitLamb(Lamb):
             mean.commit()
         exchange.note_headers([mean.headers for mean in means])
         now = [
-            Momentum(messages, self._momentum_mask(bucket))
-            for messages, bucket in zip(gathered, exchange.layout.buckets, strict=True)
+            Momentum(messages, self._momentum_mask(codec))
+            for messages, codec in zip(gathered, exchange.codecs, strict=True)
         ]
         for bucket in exchange.layout.buckets:
             self._update(exchange.codecs[bucket.index], now[bucket.index], hypers)
         self._keep(now)
         self._late = self._late and bool((self._layerwise["coeff_weight"] == 0).any())
 
-    def _momentum_mask(self, bucket: Bucket) -> Tensor | None:
-        """Where a bucket's momentum is not zero by decree: bool [bucket], or None for everywhere."""
-        assert self._exchange is not None
-        masks = [mask[bucket.slice] for mask in (self._exchange.alive, self._mask) if mask is not None]
+    def _momentum_mask(self, codec: BucketCodec) -> Tensor | None:
+        """Where a bucket's momentum is not zero by decree, a bit per element; None for everywhere."""
+        user = None if self._mask is None else self._mask[codec.bucket.packed_slice]
+        masks = [mask for mask in (codec.packed_alive, user) if mask is not None]
         return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
 
     def _keep(self, momentum: Sequence[Momentum]) -> None:

@@ -36,7 +36,7 @@ class Exchange:
     Attributes:
         worker_error: [layout.numel], this worker's residual.
         server_error: [layout.numel / workers], the residual of the chunks this worker serves, bucket after bucket.
-        alive: bool [layout.numel] equal on all workers, or None: no dead elements.
+        wake_wanted: whether a worker asked in the last step for its dead elements to wake.
     """
 
     def __init__(
@@ -54,14 +54,19 @@ class Exchange:
         self.codecs = codecs or [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
         self.worker_error = layout.zeros(dtype, device)
         self.server_error = torch.zeros(layout.numel // layout.workers, dtype=dtype, device=device)
-        self.alive: Tensor | None = None
-        self.wake_wanted = False
+        self.wake_wanted = self._some_dead = False
 
     def set_alive(self, alive: Tensor | None) -> None:
         """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""
-        self.alive = None if alive is None or bool(alive.all()) else alive
+        self._some_dead = alive is not None and not bool(alive.all())
         for codec in self.codecs:
-            codec.set_alive(None if self.alive is None else self.alive[codec.bucket.slice])
+            codec.set_alive(alive[codec.bucket.slice] if alive is not None and self._some_dead else None)
+
+    @property
+    def alive(self) -> Tensor | None:
+        """bool [layout.numel] equal on all workers, unpacked anew at each use; None: no dead elements."""
+        parts = [codec.alive for codec in self.codecs]
+        return torch.cat([part for part in parts if part is not None]) if self._some_dead else None
 
     def start(self, bucket: Bucket, source: Source | Tensor, error_factor: Tensor | None = None) -> BucketMean:
         """Begin the mean of a source over the workers.
@@ -79,7 +84,7 @@ class Exchange:
 
     def note_headers(self, headers: list[Tensor]) -> None:
         """Remember whether any worker asked for its dead elements to wake. Only asked for where some are dead."""
-        if self.alive is not None:
+        if self._some_dead:
             self.wake_wanted = bool(torch.cat(headers).ne(0).any())
 
     def wake(self) -> Tensor | None:
@@ -88,12 +93,13 @@ class Exchange:
         Returns:
             bool [layout.numel], the elements that came alive, equal on all workers; None if nobody asked.
         """
-        if not self.wake_wanted or self.alive is None:
+        alive = self.alive if self.wake_wanted else None
+        if alive is None:
             return None
         self.wake_wanted = False
-        wanted = ~self.alive & self.worker_error.ne(0)
+        wanted = ~alive & self.worker_error.ne(0)
         woken = torch.cat([self._any(wanted[bucket.slice]) for bucket in self.layout.buckets])
-        self.set_alive(self.alive | woken)
+        self.set_alive(alive | woken)
         return woken
 
     def _any(self, flags: Tensor) -> Tensor:
@@ -125,8 +131,9 @@ class TensorSource:
     def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
         self._input += error if error_factor is None else error * codec.spread_layers(error_factor, 1.0)
         sent = codec.encode(self._input)
-        if codec.alive is not None:
-            codec.header(sent)[:] = (self._input.ne(0) & ~codec.alive).sum()
+        alive = codec.alive
+        if alive is not None:
+            codec.header(sent)[:] = (self._input.ne(0) & ~alive).sum()
         return sent
 
     def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:

@@ -62,6 +62,11 @@ class Bucket:
         return slice(self.layers[0].index, self.layers[-1].index + 1)
 
     @property
+    def packed_slice(self) -> builtins.slice:
+        """Where this bucket lies in a flat buffer of one bit per element."""
+        return slice(self.start // 8, self.stop // 8)
+
+    @property
     def chunk(self) -> int:
         """Elements that one worker serves."""
         return self.numel // self.workers

@@ -15,7 +15,7 @@ from onebit import lamb
 from onebit.backend import Hypers, Momentum, TorchBackend, decoded
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
-from onebit.kernels import native, pack_bits
+from onebit.kernels import native
 from onebit.layout import Bucket, FlatLayout
 
 CPU = torch.device("cpu")
@@ -25,13 +25,8 @@ class NativeCodec(BucketCodec):
     """The codec of one bucket with the kernels' view of it."""
 
     def __init__(self, bucket: Bucket, codec: OneBit) -> None:
-        self.packed_alive: Tensor | None = None
         super().__init__(bucket, codec, torch.float32, CPU)
         self.plan = native.Plan(bucket, [[(a, b - a) for a, b in spans] for spans in self.spans])
-
-    def set_alive(self, alive: Tensor | None) -> None:
-        super().set_alive(alive)
-        self.packed_alive = None if alive is None else pack_bits(alive.contiguous())
 
     def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
         reply = torch.zeros(self.message_bytes, dtype=torch.uint8)
@@ -221,13 +216,12 @@ class NativeBackend:
 def _kernel_view(codec: NativeCodec, momentum: Momentum | Tensor) -> native.Signs | Tensor:
     if isinstance(momentum, Tensor):
         return momentum
-    mask = None if momentum.mask is None else pack_bits(momentum.mask.contiguous())
-    return codec.signs(momentum.messages, mask)
+    return codec.signs(momentum.messages, momentum.mask)
 
 
 def _listed(name: str, tensors: Sequence[Tensor | None], plan: native.Plan) -> native.TensorList:
     """The kernels' view of one tensor per layer; those that are not contiguous are copied."""
-    return native.TensorList(name, [None if t is None else t.detach().contiguous() for t in tensors], plan)
+    return native.TensorList(name, [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors], plan)
 
 
 def _return(listed: native.TensorList, x: Sequence[Tensor]) -> None:

@@ -47,7 +47,8 @@ def mean_over_workers(flat: Tensor, comm: Comm, transport: Transport) -> None:
         flat: fp32 or fp64, any length.
         transport: "fp32" sends the buffer as it is; "bf16" sends and sums 16-bit values.
     """
-    flat /= comm.size
+    if comm.size > 1:  # by one it would be a trip through memory for nothing
+        flat /= comm.size
     if transport == "bf16":
         low = flat.to(torch.bfloat16)
         comm.all_reduce(low)
@@ -147,6 +148,7 @@ class Lamb(torch.optim.Optimizer):
         self._bucket_elements = bucket_elements
         self._flat: dict[str, Tensor] = {}  # state with one value per element
         self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
+        self._averaged: Tensor | None = None
         self._steps = self._skipped_steps = 0
         self._compared = False  # whether the workers were found to agree, since the start or the last load
         self.payload_bytes = 0
@@ -292,10 +294,12 @@ class Lamb(torch.optim.Optimizer):
         return True
 
     def _averaged_gradients(self) -> Tensor:
-        """The mean of the workers' gradients as a new flat buffer; a missing gradient counts as zero."""
+        """The mean of the workers' gradients as one flat buffer; a missing gradient counts as zero."""
         assert self._layout is not None
         grads = self._gradients()
-        g = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
+        if self._averaged is None:  # kept through the warm-up: fresh pages cost as much as filling them
+            self._averaged = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
+        g = self._averaged
         for bucket in self._layout.buckets:
             self._backend.gather(bucket, grads[bucket.layer_slice], g[bucket.slice])
         mean_over_workers(g, self.comm, self._transport)

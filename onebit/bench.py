@@ -1,0 +1,120 @@
+"""Time the optimizers' steps on one worker, network excluded, against the memory traffic that they cannot avoid.
+
+The floor of a step is its bytes per element (`FLOORS`) at the speed of a large float32 copy timed in the same rounds.
+Rounds interleave all steps and the copy; the figures are medians. Beside ours stand, where installed, other people's
+optimizers on the same parameters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import onebit
+from onebit.errors import ConfigError
+
+FLOORS = {
+    # worker: gradient 4, error read and written 8, bits 0.5; again where scales are known late: gradient and error 8
+    # server (one worker: the whole buffer): error read and written 8, bits 0.25
+    # update: fresh variance 8, frozen 4, parameter 4 where there is weight decay; then parameter 8, frozen 4
+    "1-bit LAMB, compressed stage": 4 + 8 + 0.5 + 8 + 8 + 0.25 + 8 + 4 + 4 + 8 + 4,
+    # gradient gathered 8, finite and measured with momentum, variance, parameter 16, applied: 4 + 16 + 8
+    "LAMB, warm-up stage": 8 + 16 + 4 + 16 + 8,
+}
+"""Bytes per element, float32 state, one worker."""
+
+
+def bert_large_shapes(elements: int) -> list[tuple[int, ...]]:
+    """Layers of BERT-Large, embedding rows first, whole Transformer blocks until there are `elements`."""
+    shapes: list[tuple[int, ...]] = [(4096, 1024), (512, 1024), (2, 1024), (1024,), (1024,)]
+    block: list[tuple[int, ...]] = [(1024, 1024), (1024,)] * 4 + [(1024,)] * 2
+    block += [(4096, 1024), (4096,), (1024, 4096), (1024,), (1024,), (1024,)]
+    while sum(torch.Size(shape).numel() for shape in shapes) < elements:
+        shapes += block
+    return shapes
+
+
+def measure(elements: int, threads: int, rounds: int) -> dict[str, Any]:
+    """Time everything that can be timed here.
+
+    Args:
+        elements: parameters at least, >= 1.
+        threads: of torch, >= 1.
+        rounds: >= 1, after one that is not counted.
+
+    Returns:
+        elements, threads, rounds, kernels, and rows: {name: {ns_per_element, and where a floor is known gb_per_s and
+        floor_ratio}}.
+
+    Raises:
+        ConfigError: a value below 1.
+    """
+    for name, value in (("elements", elements), ("threads", threads), ("rounds", rounds)):
+        if value < 1:
+            raise ConfigError(f"bench {name} is {value}; it must be at least 1")
+    shapes = bert_large_shapes(elements)
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        steps = _steps(shapes)
+        source, target = torch.rand(count), torch.zeros(count)
+        times = _interleaved({"copy": lambda: target.copy_(source), **steps}, rounds)
+    finally:
+        torch.set_num_threads(before)
+    speed = 8 * count / times["copy"]
+    rows: dict[str, dict[str, float]] = {}
+    for name, seconds in times.items():
+        rows[name] = {"ns_per_element": seconds / count * 1e9}
+        floor = 8.0 if name == "copy" else FLOORS.get(name)
+        if floor is not None:
+            rows[name]["gb_per_s"] = floor * count / seconds / 1e9
+            rows[name]["floor_ratio"] = seconds / (floor * count / speed)
+    kernels = onebit.kernels.choose(torch.device("cpu"), torch.float32)
+    return {"elements": count, "threads": threads, "rounds": rounds, "kernels": " ".join(kernels), "rows": rows}
+
+
+def _parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator) * 1e-3
+    return params
+
+
+def _steps(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
+    """Each optimizer's step, ready to be timed."""
+    common: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+    compressed = onebit.OneBitLamb(_parameters(shapes), freeze_step=1, comm=onebit.comm.Solo(), **common)
+    for _ in range(2):  # the warm-up, and the last step that holds the momentum as numbers
+        compressed.step()
+    steps: dict[str, Callable[[], object]] = {
+        "LAMB, warm-up stage": onebit.Lamb(_parameters(shapes), comm=onebit.comm.Solo(), **common).step,
+        "1-bit LAMB, compressed stage": compressed.step,
+        "torch AdamW, fused": torch.optim.AdamW(_parameters(shapes), fused=True, **common).step,
+    }
+    if importlib.util.find_spec("pytorch_optimizer") is not None:
+        import pytorch_optimizer
+
+        steps["pytorch_optimizer Lamb, foreach"] = pytorch_optimizer.Lamb(
+            _parameters(shapes), foreach=True, weight_decouple=False, **common
+        ).step
+    return steps
+
+
+def _interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median time of each, in seconds."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if turn:  # the first round touches the pages
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}

@@ -1,0 +1,107 @@
+"""What a compressed step costs: calls that do not grow with the number of layers, and memory, measured."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onebit
+from onebit.kernels import choose
+
+NATIVE = choose(torch.device("cpu"), torch.float32)[0] == "native"
+needs_native = pytest.mark.skipif(not NATIVE, reason="the native kernels are not built, or not in use")
+
+
+class Counting(TorchDispatchMode):
+    """Counts torch operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_step(layers, native_calls, stage):
+    params = [nn.Parameter(torch.randn(24) + 1) for _ in range(layers)]
+    opt = onebit.OneBitLamb(params, lr=0.01, freeze_step=1 if stage == "compressed" else 99, weight_decay=0.1)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.randn(24)
+        if opt.stats()["step"] == 3:
+            native_calls.clear()
+            with Counting() as counting:
+                opt.step()
+            return counting.calls, Counter(native_calls)
+        opt.step()
+
+
+@needs_native
+@pytest.mark.parametrize("stage", ["warm-up", "compressed"])
+def test_calls_of_a_step_do_not_depend_on_the_number_of_layers(stage, monkeypatch):
+    from onebit.kernels import native
+
+    native_calls = []
+    for name in native.__all__:
+        function = getattr(native, name)
+        if callable(function) and not isinstance(function, type):
+
+            def counted(*args, _name=name, _function=function, **kwargs):
+                native_calls.append(_name)
+                return _function(*args, **kwargs)
+
+            monkeypatch.setattr(native, name, counted)
+    few, few_native = calls_of_a_step(10, native_calls, stage)
+    many, many_native = calls_of_a_step(400, native_calls, stage)
+    assert few_native == many_native
+    assert sum(few_native.values()) == (3 if stage == "warm-up" else 6)
+    assert few == many
+    reads = sum(count for name, count in many.items() if "_local_scalar_dense" in name or "item" in name)
+    assert reads <= 1  # one bucket: are its scales finite? A read of CPU memory
+
+
+MEASURE = """
+import sys, torch, onebit
+from torch import nn
+
+def resident(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+n, layers = 2**22, 16
+params = [nn.Parameter(torch.ones(n)) for _ in range(layers)]
+for p in params:
+    p.grad = torch.rand(n) + 0.1
+small = nn.Parameter(torch.ones(8)); small.grad = torch.ones(8)
+for _ in range(2):  # what the code itself needs
+    onebit.OneBitLamb([small], freeze_step=1, **eval(sys.argv[1])).step()
+before = resident("VmRSS")
+opt = onebit.OneBitLamb(params, lr=1e-3, freeze_step=1, **eval(sys.argv[1]))
+for _ in range(4):
+    opt.step()
+held = resident("VmRSS") - before
+open("/proc/self/clear_refs", "w").write("5")  # start the high-water mark anew
+opt.step()
+print(held / (n * layers), (resident("VmHWM") - before) / (n * layers) - held / (n * layers))
+"""
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize(("settings", "allowed"), [("{}", 12.4 + 4)])
+def test_state_and_temporaries_stay_within_their_bytes_per_element(settings, allowed):
+    """One worker, so the server error is whole: 4 / n = 4."""
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, settings], capture_output=True, text=True, timeout=120, check=True
+    )
+    held, temporary = map(float, run.stdout.split())
+    assert held <= allowed
+    assert temporary <= 1.0
