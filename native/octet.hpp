@@ -144,7 +144,8 @@ inline uint8_t pack8(V8 x) {
 }
 
 // A sum in an order that depends on neither the instruction set nor the threads: eight lanes of double, joined as a
-// tree. Squares of floats are exact in double.
+// tree. Squares of floats are exact in double. Adding four octets up as floats first was 6 % faster in lamb_measure and
+// not at all elsewhere, which is not worth its rounding and range.
 struct Sum8 {
   D4 low = {}, high = {};
 
