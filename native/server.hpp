@@ -18,8 +18,8 @@ struct ServerMean {
 
   template <class Lanes>
   ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i) const {
-    V8 sum = signs8(bits, alive, i) * splat(scales[0]);
-    for (int64_t w = 1; w < workers; ++w) sum += signs8(bits + w * stride, alive, i) * splat(scales[w * blocks]);
+    V8 sum = signed8(bits, alive, i, splat(scales[0]));
+    for (int64_t w = 1; w < workers; ++w) sum += signed8(bits + w * stride, alive, i, splat(scales[w * blocks]));
     return (power_of_two ? sum * divisor : sum / divisor) + lanes.load(error + i) * factor;
   }
 };
@@ -78,7 +78,7 @@ inline void server_commit(const ServerArgs& k) {
     const V8 scale = splat(k.reply.scales[p.block - first_block]);
     float* e = k.error + t.in_chunk;
     for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
-      lanes.store(e + i, mean(lanes, i) - signs8(bits, mean.alive, i) * scale);
+      lanes.store(e + i, mean(lanes, i) - signed8(bits, mean.alive, i, scale));
     });
   });
 }

@@ -146,7 +146,7 @@ def rows_of_bits(name: str, bits: Tensor, rows: int, plan: Plan) -> tuple[int, i
 @dataclass(frozen=True)
 class Int8:
     """Values as 8-bit integers and a scale per 128 elements of a chunk; what rounding drops is at most half a scale,
-    1/254 of the largest magnitude of the 128 (all of it where that magnitude is below 1e-43).
+    1/254 of the largest magnitude of the 128 (all of it where that is below 1e-36).
 
     Attributes:
         data: int8 [numel].
