@@ -13,7 +13,7 @@ inline void decode(const DecodeArgs& k) {
     for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t at) {
       const V8 value = splat(k.from.scales[p.block] / of_layer(k.layer_scale, p));
       for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
-        lanes.store(out + i, signs8(bits, alive, i) * value);
+        lanes.store(out + i, signed8(bits, alive, i, value));
       });
     });
   });

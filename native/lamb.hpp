@@ -36,8 +36,9 @@ struct Refresh {
       const U8 differ = spread_bits(now[i >> 3] ^ before[i >> 3]);
       return v * keep + (differ != 0 ? if_other : if_same);
     }
-    const V8 old = before_flat != nullptr ? lanes.load(before_flat + i) : signs8(before, alive_before, i);
-    const V8 g = (signs8(now, alive, i) * m - old * m_before) / divisor;
+    const V8 old =
+        before_flat != nullptr ? lanes.load(before_flat + i) * m_before : signed8(before, alive_before, i, m_before);
+    const V8 g = (signed8(now, alive, i, m) - old) / divisor;
     const V8 fresh = v * keep + add * g * g;
     return alive == nullptr ? fresh : mask8(alive[i >> 3]) != 0.0f ? fresh : v;
   }
@@ -69,7 +70,7 @@ inline void lamb_measure(const LambMeasureArgs& k) {
         lanes.store(refreshed + i, b);
         own.largest.add(lanes, a, b, alive == nullptr ? splat(1.0f) : mask8(alive[i >> 3]));
         if (!decays) return;
-        const V8 u = lanes.keep(signs8(bits, alive, i) * m / (root(a) + eps));
+        const V8 u = lanes.keep(signed8(bits, alive, i, m) / (root(a) + eps));
         own.direction.add_squares(u);
         own.update.add_squares(u + lanes.load(x + (i - at)) * wd);
       });
@@ -83,7 +84,7 @@ inline void lamb_measure(const LambMeasureArgs& k) {
   });
 }
 
-// x -> body(lanes, x, m / (sqrt(v) + eps)) for every parameter
+// x = update(x, update.m / (sqrt(v) + eps)) for every parameter, update = constants(...) of its piece
 template <class Constants>
 inline void apply(const ApplyArgs& k, const Constants& constants) {
   for_tiles(k.plan, k.threads, [&](const Tile& t) {
@@ -98,27 +99,36 @@ inline void apply(const ApplyArgs& k, const Constants& constants) {
       float* to = room_for(k.x, p, room);
       for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
         const V8 below = root(lanes.load(frozen + i)) + eps;
-        lanes.store(to + (i - at), update(lanes.load(x + (i - at)), signs8(bits, alive, i), below));
+        const V8 step = signed8(bits, alive, i, update.m) / below;
+        lanes.store(to + (i - at), update(lanes.load(x + (i - at)), step));
       });
       put_back(k.x, p, room);
     });
   });
 }
 
+struct LambUpdate {
+  V8 m, wd, step;
+  V8 operator()(V8 x, V8 direction) const { return x - (direction + x * wd) * step; }
+};
+
+struct AdamUpdate {
+  V8 m, keep;  // m: the momentum times the learning rate
+  V8 operator()(V8 x, V8 step) const { return x * keep - step; }
+};
+
 // x -= step * (m / (sqrt(v) + eps) + weight_decay * x)
 inline void lamb_apply(const ApplyArgs& k) {
   apply(k, [&](const Hyper& h, const Piece& p, float momentum) {
-    const V8 m = splat(momentum), wd = splat(static_cast<float>(h.weight_decay)), step = splat(k.step[p.layer]);
-    return [=](V8 x, V8 sign, V8 below) { return x - (sign * m / below + x * wd) * step; };
+    return LambUpdate{splat(momentum), splat(static_cast<float>(h.weight_decay)), splat(k.step[p.layer])};
   });
 }
 
 // x = x * (1 - lr * weight_decay) - lr * m / (sqrt(v) + eps)
 inline void adam_apply(const ApplyArgs& k) {
   apply(k, [&](const Hyper& h, const Piece&, float momentum) {
-    const V8 keep = splat(static_cast<float>(1.0 - h.lr * h.weight_decay));
-    const V8 step = splat(static_cast<float>(h.lr) * momentum);
-    return [=](V8 x, V8 sign, V8 below) { return x * keep - sign * step / below; };
+    return AdamUpdate{splat(static_cast<float>(h.lr) * momentum),
+                      splat(static_cast<float>(1.0 - h.lr * h.weight_decay))};
   });
 }
 

@@ -122,13 +122,12 @@ inline U8 spread_bits(uint8_t byte) {  // all ones in the lanes whose bit is set
 
 constexpr uint32_t kOne = 0x3f800000u, kMinus = 0x80000000u;  // 1.0f and the sign of a float
 
-inline V8 signs8(uint8_t byte) { return as_floats((~spread_bits(byte) & kMinus) | kOne); }
 inline V8 mask8(uint8_t byte) { return as_floats(spread_bits(byte) & kOne); }
 
-// +1 and -1, and +0 and -0 where dead. `alive` may be null.
-inline V8 signs8(const uint8_t* bits, const uint8_t* alive, int64_t i) {
-  const U8 minus = ~spread_bits(bits[i >> 3]) & kMinus;
-  return as_floats(minus | (alive == nullptr ? U8{} + kOne : spread_bits(alive[i >> 3]) & kOne));
+// sign * value: +value and -value, times 0 where dead (so inf and nan become nan there). `alive` may be null.
+inline V8 signed8(const uint8_t* bits, const uint8_t* alive, int64_t i, V8 value) {
+  const V8 x = as_floats(reinterpret_cast<U8>(value) ^ (~spread_bits(bits[i >> 3]) & kMinus));
+  return alive == nullptr ? x : x * mask8(alive[i >> 3]);
 }
 
 inline uint8_t pack8(V8 x) {
@@ -144,7 +143,8 @@ inline uint8_t pack8(V8 x) {
 }
 
 // A sum in an order that depends on neither the instruction set nor the threads: eight lanes of double, joined as a
-// tree. Squares of floats are exact in double.
+// tree. Squares of floats are exact in double. Adding four octets up as floats first was 6 % faster in lamb_measure and
+// not at all elsewhere, which is not worth its rounding and range.
 struct Sum8 {
   D4 low = {}, high = {};
 

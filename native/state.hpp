@@ -47,17 +47,13 @@ inline void narrow_i8(const float* x, int64_t n, int8_t* q, float* scales) {
       const uint32_t size = reinterpret_cast<const Bits32*>(x)[i] & 0x7fffffffu;
       top = size > top ? size : top;
     }
-    float scale;
-    std::memcpy(&scale, &top, 4);
-    scale /= 127.0f;
-    scales[from / kErrorGroup] = scale;
-    // Below 2^-126 / 127 the quotient's rounding is coarse, hence the clamp; 1.5 * 2^23 rounds to nearest even.
-    for (int64_t i = from; i < stop; ++i) {
-      float r = scale > 0 ? x[i] / scale : 0.0f;
-      r = r > 127.0f ? 127.0f : r;
-      r = r < -127.0f ? -127.0f : r;
-      q[i] = static_cast<int8_t>(static_cast<int32_t>((r + 12582912.0f) - 12582912.0f));
-    }
+    float largest;
+    std::memcpy(&largest, &top, 4);
+    scales[from / kErrorGroup] = largest / 127.0f;
+    const float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // all smaller ones are dropped
+    // |x * inverse| rounds to at most 127; adding 1.5 * 2^23 leaves the nearest integer in the low bits
+    for (int64_t i = from; i < stop; ++i)
+      q[i] = static_cast<int8_t>(static_cast<int32_t>((x[i] * inverse + 12582912.0f) - 12582912.0f));
   }
 }
 

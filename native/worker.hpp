@@ -15,8 +15,8 @@ struct WorkerInput {
 
   template <class Lanes>
   ONEBIT_INLINE V8 operator()(Lanes lanes, int64_t i) const {
-    const V8 m = momentum != nullptr ? lanes.load(momentum + i) : signs8(bits, alive, i);
-    return (lanes.load(grad + (i - at)) * add + m * keep) * scale + lanes.load(error + i) * factor;
+    const V8 kept = momentum != nullptr ? lanes.load(momentum + i) * keep : signed8(bits, alive, i, keep);
+    return (lanes.load(grad + (i - at)) * add + kept) * scale + lanes.load(error + i) * factor;
   }
 };
 
@@ -98,7 +98,7 @@ inline void worker_commit(const WorkerArgs& k) {
     for_inputs(k, t, [&](const Piece& p, int64_t, int64_t at, const WorkerInput& input) {
       const V8 scale = splat(k.message.scales[p.block]);
       for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
-        lanes.store(e + i, input(lanes, i) - signs8(bits, alive, i) * scale);
+        lanes.store(e + i, input(lanes, i) - signed8(bits, alive, i, scale));
       });
     });
     put_back(k.plan, k.error, t, room);

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebit.errors import LayoutError
+from onebit.errors import ConfigError, LayoutError
 from onebit.kernels import _native
 from onebit.kernels.plan import TILE, Blocks, cut_pieces
 from onebit.layout import Bucket
@@ -20,7 +20,12 @@ ERROR_GROUP: int = _native.ERROR_GROUP
 """Elements that share one scale of an int8 error, counted from the start of each chunk."""
 
 LIST_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+FLOATS = (torch.float32, torch.bfloat16)
+ERRORS = (*FLOATS, torch.int8)
 _FLAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+
+
+_NO_SIGNS = _native.Signs(0, 0, 0, 0)
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> int:
@@ -141,7 +146,7 @@ def rows_of_bits(name: str, bits: Tensor, rows: int, plan: Plan) -> tuple[int, i
 @dataclass(frozen=True)
 class Int8:
     """Values as 8-bit integers and a scale per 128 elements of a chunk; what rounding drops is at most half a scale,
-    1/254 of the largest magnitude of the 128.
+    1/254 of the largest magnitude of the 128 (all of it where that is below 1e-36).
 
     Attributes:
         data: int8 [numel].
@@ -168,3 +173,37 @@ def flat_state(name: str, state: Tensor | Int8, plan: Plan, dtypes: Sequence[tor
     shape = (plan.bucket.workers, -(-plan.bucket.chunk // ERROR_GROUP))
     scales = checked(f"{name}.scales", state.scales, shape, (torch.float32,))
     return _native.Flat(plan.flat(f"{name}.data", state.data, (torch.int8,)), _FLAT_TYPES[torch.int8], scales)
+
+
+def thread_count(threads: int | None) -> int:
+    count = torch.get_num_threads() if threads is None else threads
+    if count < 1:
+        raise ConfigError(f"threads is {count}; it must be at least 1, or None for torch's number")
+    return count
+
+
+def momentum_operand(name: str, momentum: Signs | Tensor, plan: Plan) -> tuple[_native.Signs, int]:
+    if isinstance(momentum, Tensor):
+        return _NO_SIGNS, plan.flat(name, momentum)
+    return momentum.native(name, plan), 0
+
+
+def checked_chunk(plan: Plan, chunk: int) -> int:
+    if not 0 <= chunk < plan.bucket.workers:
+        raise LayoutError(f"chunk is {chunk}; the bucket has {plan.bucket.workers} chunks")
+    return chunk
+
+
+def received_signs(plan: Plan, chunk: int, bits: Tensor, scales: Tensor, alive: Tensor | None) -> _native.Signs:
+    if bits.dim() != 2 or not len(bits):
+        raise LayoutError(f"received has shape {list(bits.shape)}; it must be [messages, {plan.bucket.chunk // 8}]")
+    address, stride = rows_of_bits("received", bits, len(bits), plan)
+    shape = (len(bits), plan.blocks[checked_chunk(plan, chunk)])
+    return _native.Signs(address, stride, checked("scales", scales, shape, (torch.float32,)), plan.mask("alive", alive))
+
+
+def all_there(name: str, tensors: TensorList) -> TensorList:
+    missing = [i for i, tensor in enumerate(tensors.tensors) if tensor is None]
+    if missing:
+        raise LayoutError(f"{name}[{missing[0]}] is None; every layer needs a parameter to update")
+    return tensors
