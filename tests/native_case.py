@@ -98,16 +98,16 @@ class World:
         out = torch.zeros(self.workers, codec.message_bytes, dtype=torch.uint8)
         at = 0
         for chunk, blocks in enumerate(self.plan.blocks):
-            out[chunk, : codec._head].view(torch.float32)[1 : 1 + blocks] = signs.scales[at : at + blocks]
+            out[chunk, : codec.head_bytes].view(torch.float32)[1 : 1 + blocks] = signs.scales[at : at + blocks]
             at += blocks
-        out[:, codec._head : codec._head + self.bucket.chunk // 8] = signs.bits
+        out[:, codec.head_bytes : codec.head_bytes + self.bucket.chunk // 8] = signs.bits
         return out
 
     def parse(self, messages: Tensor, alive: Tensor | None = None) -> native.Signs:
         """The bits, as a view of the messages, and scales of `BucketCodec.encode`."""
         codec = self.bucket_codec
         scales = torch.cat([codec.scales(message, chunk) for chunk, message in enumerate(messages)])
-        bits = messages[:, codec._head : codec._head + self.bucket.chunk // 8]
+        bits = messages[:, codec.head_bytes : codec.head_bytes + self.bucket.chunk // 8]
         return native.Signs(bits, scales, None if alive is None else pack_bits(alive))
 
     def spread(self, values: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def test_worker_side_equals_codec_and_exchange(w, dtype, offset, flat_momentum, 
         plan, listed, h, momentum, error, bits, alive=packed, kind=w.codec.kind, **options
     )
     assert torch.equal(bits, expected.bits)
-    counts = torch.cat(w.bucket_codec._live).clamp(min=1)
+    counts = torch.cat(w.bucket_codec.live).clamp(min=1)
     assert near(w.scales_of(sums, counts), expected.scales, 2e-7)
     assert asking == (0 if alive is None else int((x.ne(0) & ~alive).sum()))
     assert torch.equal(error, kept)
@@ -99,7 +99,7 @@ def test_server_side_equals_codec_and_exchange(w, messages, masked, scaled, not_
     served = total + (error if factor is None else error * w.spread(factor)[rows])
     reply = w.bucket_codec.encode_chunk(served, chunk)
 
-    plan, head, size = w.plan, w.bucket_codec._head, w.bucket.chunk // 8
+    plan, head, size = w.plan, w.bucket_codec.head_bytes, w.bucket.chunk // 8
     view = received[:, head : head + size]
     scales = torch.stack([w.bucket_codec.scales(message, chunk) for message in received])
     packed = None if alive is None else pack_bits(alive)
@@ -109,7 +109,7 @@ def test_server_side_equals_codec_and_exchange(w, messages, masked, scaled, not_
     )
     assert torch.equal(bits, reply[head : head + size])
     expected = w.bucket_codec.scales(reply, chunk)
-    assert near(w.scales_of(sums, w.bucket_codec._live[chunk].clamp(min=1)), expected, 2e-7)
+    assert near(w.scales_of(sums, w.bucket_codec.live[chunk].clamp(min=1)), expected, 2e-7)
 
     native.server_commit(plan, chunk, view, scales, error, bits, expected, alive=packed, error_factor=factor)
     assert same(error, served - w.bucket_codec.decode_chunk(reply, chunk))
