@@ -4,21 +4,21 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 READY := $(VENV)/.ready
 
-.PHONY: help install demo format check test bench clean
+.PHONY: help install demo format check test bench sanitize clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 install: $(READY)  ## make .venv with the package and its tools, versions pinned by constraints.txt
 
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("onebit needs Python 3.10 or newer; set PYTHON=python3.11 or the like") if sys.version_info < (3, 10) else None'
+$(READY): pyproject.toml constraints.txt $(wildcard native/*)
+	$(PYTHON) -c 'import sys; sys.exit("the pinned versions need Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test,check]'
 	touch $@
 
 demo: $(READY)  ## LAMB against 1-bit LAMB: four workers, a small BERT, real text; under 6 minutes on 2 cores
-	$(BIN)/onebit compare recipes/demo.toml --overwrite
+	$(BIN)/onebit compare recipes/demo.toml --out runs/demo --overwrite
 
 format: $(READY)  ## rewrite the code in the agreed style
 	$(BIN)/ruff check --fix --quiet .
@@ -35,6 +35,14 @@ test: $(READY)  ## all tests; ARGS=... is passed to pytest
 
 bench: $(READY)  ## time the optimizer step against a copy of the same memory
 	$(BIN)/onebit bench $(ARGS)
+
+sanitize: $(READY)  ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	cmake -S native -B build/asan -DONEBIT_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	cmake --build build/asan
+	cp build/asan/_native*.so onebit/kernels/
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=. \
+	$(BIN)/pytest tests/test_native.py tests/test_native_state.py --timeout 1200; code=$$?; rm -f onebit/kernels/_native*.so; exit $$code
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -91,7 +91,7 @@ struct WarmupArgs {
   float *m, *v;
   const float* step;  // apply only
   double *direction, *update, *weight;  // of piece, measure only
-  uint8_t* bad;                         // of piece, measure only: a gradient is not finite
+  uint8_t* bad;                         // of piece, measure only: a gradient's square is not finite
   int threads;
 };
 

@@ -22,7 +22,7 @@ struct Moments {
 
 struct WarmupSums {  // of a piece
   Sum8 direction, update, weight;
-  V8 bad = {};  // nan once an element was inf or nan
+  V8 bad = {};  // nan once the square of an element was not finite
 };
 
 inline void warmup_measure(const WarmupArgs& k) {
@@ -37,7 +37,7 @@ inline void warmup_measure(const WarmupArgs& k) {
         const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
         const V8 u = lanes.keep(next.direction(next.momentum(lanes.load(m + i), grad),
                                                next.variance(lanes.load(v + i), grad)));
-        own.bad += grad * 0.0f;
+        own.bad += grad * grad * 0.0f;
         own.direction.add_squares(u);
         own.update.add_squares(u + parameter * wd);
         own.weight.add_squares(parameter);

@@ -69,7 +69,7 @@ class Backend(Protocol):
     def warmup_measure(
         self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
     ) -> tuple[lamb.Norms, bool]:
-        """The norms of the coming warm-up step, and whether g is finite. Changes nothing."""
+        """The norms of the coming warm-up step, and whether the square of g is finite. Changes nothing."""
 
     def warmup_apply(
         self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
@@ -146,7 +146,7 @@ class TorchBackend:
             m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
             u, norm = lamb.direction(x[layers], m_new, v_new, run, hypers.of(run))
             norms.append((run.norms(x[layers]), norm, run.norms(u) if hypers.of(run).weight_decay else norm))
-        return _joined(norms), bool(torch.isfinite(g).all())
+        return _joined(norms), bool(torch.isfinite(g * g).all())
 
     def warmup_apply(
         self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ def check_in(name: str, value: T, allowed: Sequence[T]) -> T:
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise ConfigError for a setting of a parameter group that cannot be used."""
+    if len(set(map(id, group["params"]))) != len(group["params"]):
+        raise ConfigError("a parameter occurs twice in a group; it would be stepped twice; pass each parameter once")
     for name in ("lr", "eps", "weight_decay"):
         value = float(group[name])
         if not (math.isfinite(value) and value >= 0):
@@ -50,6 +53,8 @@ def check_parameters(params: Sequence[Tensor], names: Sequence[str]) -> tuple[to
     Raises:
         ConfigError: not float32 or float64, or not all the same dtype and device.
     """
+    if not params:
+        raise ConfigError("there are no parameters; pass at least one")
     dtype, device = params[0].dtype, params[0].device
     for name, p in zip(names, params, strict=True):
         if p.dtype not in (torch.float32, torch.float64):
@@ -63,6 +68,17 @@ def check_parameters(params: Sequence[Tensor], names: Sequence[str]) -> tuple[to
                 "all parameters of one optimizer must share dtype and device"
             )
     return dtype, device
+
+
+def check_structure(saved: Sequence[Sequence[str]], mine: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError, naming the first difference, unless a saved optimizer had the structure of this one."""
+    for theirs, ours in zip_longest(map(tuple, saved), mine, fillvalue=("number of parameters", "another")):
+        if theirs != ours:
+            was = theirs[1] if theirs[0] == ours[0] else f"absent (there is {theirs[0]}: {theirs[1]})"
+            raise ConfigError(
+                f"the state dict does not fit: {ours[0]} is {ours[1]} here and was {was} when it was saved; "
+                "build the optimizer as it was then, on the same number of workers"
+            )
 
 
 def fingerprints(params: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, str]]:

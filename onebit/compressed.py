@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
+from onebit.averaging import Transport
 from onebit.backend import Hypers, Momentum
-from onebit.checks import check_in
+from onebit.checks import check_in, checksum
 from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.exchange import Exchange
 from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Bucket
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS, Lamb, Stage, Transport
+from onebit.optim import DEFAULT_BUCKET_ELEMENTS, Lamb, Stage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,8 +51,8 @@ class OneBitLamb(Lamb):
 
     Args:
         params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm: as in `Lamb`. A group may
-            hold `exp_avg_mask`, 0 where its single parameter's momentum must stay zero.
-        freeze_step: real updates before the switch, >= 1.
+            hold `exp_avg_mask`, 0 where its single parameter's momentum must stay zero in the compressed stage.
+        freeze_step: real updates before the switch, >= 1 (DEV-11).
         coeff_beta: decay of the average of c in the warm-up, [0, 1).
         factor_min, factor_max: hard bounds of the ratio, 0 < min <= max.
         factor_threshold: soft bound, the largest relative change of the ratio in a step, in (0, 1).
@@ -97,7 +98,9 @@ class OneBitLamb(Lamb):
         warmup_transport: Transport = "fp32",
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
     ) -> None:
-        if not isinstance(freeze_step, int) or freeze_step < 1:
+        if not 0 <= coeff_beta < 1:
+            raise ConfigError(f"coeff_beta is {coeff_beta}; it must lie in [0, 1)")
+        if not isinstance(freeze_step, int) or isinstance(freeze_step, bool) or freeze_step < 1:
             raise ConfigError(f"freeze_step is {freeze_step!r}; it must be a whole number of updates, at least 1")
         if not 0 < factor_min <= factor_max:
             raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
@@ -126,8 +129,8 @@ class OneBitLamb(Lamb):
             process_group=process_group,
             comm=comm,
             bucket_elements=bucket_elements,
-            coeff_beta=coeff_beta,
         )
+        self._coeff_rule = lamb.CoeffRule(min_coeff, max_coeff, coeff_beta)
 
     @property
     def stage(self) -> Stage:
@@ -162,11 +165,18 @@ class OneBitLamb(Lamb):
         return [view.clone() for view in self._layout.views(torch.cat(decoded))]
 
     def _settings(self) -> list[tuple[str, str]]:
-        named = [*super()._settings(), ("freeze_step", str(self.freeze_step)), ("codec", repr(self._codec))]
-        named += [("ratio", self._ratio_form), ("ratio bounds", str(self._ratio_bounds))]
-        named += [("error_feedback scaled", str(self._scaled_error)), ("hold dead elements", str(self._hold))]
-        named += [("variance_floor", str(self._variance_floor))]
+        named = [*super()._settings(), ("freeze_step", str(self.freeze_step)), ("ratio", self._ratio_form)]
+        named += [("ratio bounds", str(self._ratio_bounds)), ("variance_floor", str(self._variance_floor))]
+        for i, group in enumerate(self.param_groups):
+            mask = group.get("exp_avg_mask")
+            if mask is not None:
+                named += [(f"exp_avg_mask of group {i}", f"checksum {checksum((mask != 0).float())}")]
         return [*named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
+
+    def _structure(self) -> list[tuple[str, str]]:
+        named = [("codec", repr(self._codec)), ("hold dead elements", str(self._hold))]
+        named += [("error_feedback scaled", str(self._scaled_error))]
+        return [*super()._structure(), *named, ("ratio fixed", str(self._ratio_form == "fixed"))]
 
     def _extra_state(self) -> dict[str, Any]:
         extra = super()._extra_state()
@@ -188,7 +198,8 @@ class OneBitLamb(Lamb):
         exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
         exchange.wake_wanted = extra["wake_wanted"]
         if "momentum" in extra:
-            self._keep([Momentum(messages.clone(), mask) for messages, mask in extra["momentum"]])
+            here = [[None if t is None else t.to(self._device) for t in pair] for pair in extra["momentum"]]
+            self._keep([Momentum(messages.clone(), mask) for messages, mask in here if messages is not None])
         if extra["rank"] == self.comm.rank:
             exchange.worker_error.copy_(extra["worker_error"])
             exchange.server_error.copy_(extra["server_error"])
@@ -246,7 +257,7 @@ class OneBitLamb(Lamb):
         self._exchange = Exchange(self._layout, self._codec, self.comm, self._dtype, self._device, codecs)
         self._momentum: list[Momentum | Tensor] = [self._flat["momentum"][b.slice] for b in self._layout.buckets]
         self._mask = self._user_mask()
-        self._late = True  # looked up again after the first update
+        self._late = [True] * len(self._layout.buckets)  # looked up again after the first update
         return self._exchange
 
     def _user_mask(self) -> Tensor | None:
@@ -282,7 +293,8 @@ class OneBitLamb(Lamb):
 
     def _compressed_step(self, exchange: Exchange) -> None:
         """Worker's part, exchange, everyone's part. Nothing is kept unless all of it was finite on all workers."""
-        exchange.wake()
+        if exchange.wake() is not None:
+            self._late = [True] * len(self._late)
         hypers, grads, factor = self._hypers(), self._gradients(), self._error_factor()
         means = []
         for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
@@ -313,7 +325,6 @@ class OneBitLamb(Lamb):
         for bucket in exchange.layout.buckets:
             self._update(exchange.codecs[bucket.index], now[bucket.index], hypers)
         self._keep(now)
-        self._late = self._late and bool((self._layerwise["coeff_weight"] == 0).any())
 
     def _momentum_mask(self, codec: BucketCodec) -> Tensor | None:
         """Where a bucket's momentum is not zero by decree, a bit per element; None for everywhere."""
@@ -335,7 +346,7 @@ class OneBitLamb(Lamb):
         v, fresh = self._flat["variance"][bucket.slice], self._flat.get("fresh_variance")
         fresh = None if fresh is None else fresh[bucket.slice]
         layers = {name: values[bucket.layer_slice] for name, values in self._layerwise.items()}
-        if self._late:
+        if self._late[bucket.index]:
             self._prepare_late_layers(codec, now, hypers)
         form: lamb.RatioForm = "variance" if self._ratio_form == "variance" else "sqrt"
         if fresh is not None:
@@ -354,6 +365,7 @@ class OneBitLamb(Lamb):
 
     def _prepare_late_layers(self, codec: BucketCodec, now: Momentum, hypers: Hypers) -> None:
         assert self._layout is not None
+        """Only while a layer that takes part in the exchange has no coefficient: at the switch, and after a wake."""
         m = self._backend.momentum(codec, now, self._layer_scale(codec.bucket))
         for run in self._layout.runs:
             if codec.bucket.start <= run.start < codec.bucket.stop:
@@ -369,6 +381,12 @@ class OneBitLamb(Lamb):
                     hypers.of(run),
                     self._coeff_rule,
                 )
+        waiting = self._layerwise["coeff_weight"][codec.bucket.layer_slice] == 0
+        moving = [
+            bool((m[a.start - codec.bucket.start : a.stop - codec.bucket.start] != 0).any())
+            for a in codec.bucket.layers
+        ]
+        self._late[codec.bucket.index] = any(w and moves for w, moves in zip(waiting.tolist(), moving, strict=True))
 
     def _error_factor(self) -> Tensor | None:
         """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4)"""

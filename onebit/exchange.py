@@ -6,10 +6,10 @@ For one bucket, worker i of n, after 1-bit Adam (arXiv 2102.02888, Algorithm 1) 
   2. server:  A = mean over workers of the decoded chunk + server error; signs and scales -> all_gather
   3. everyone: decode. All workers now hold the same bits.
 
-Errors are committed only afterwards, when every scale that came back is known to be finite:
+Errors are committed only afterwards, when every scale that came back is known to be finite, and its square too:
 worker error = input - decode(own messages), server error = A - decode(own reply). So a nan or inf on one worker,
 which makes its scale non-finite and with it the scale of every server that used it, is seen by all and poisons
-nothing. Conservation, for every bucket and any number of steps:
+nothing (DEV-13, DEV-15). Conservation, for every bucket and any number of steps:
 
   sum of outputs + mean worker error + server error = sum of mean inputs.
 
@@ -28,6 +28,9 @@ from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm, Pending
 from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Bucket, FlatLayout
+
+ROOM = 64.0
+"""How far the square of a scale must stay from overflow: the rebuilt gradient is a momentum over 1 - beta1, squared."""
 
 
 class Exchange:
@@ -48,7 +51,7 @@ class Exchange:
         device: torch.device,
         codecs: list[BucketCodec] | None = None,
     ) -> None:
-        """`codecs`: one per bucket, if others than the plain ones are wanted."""
+        """`codecs`: one per bucket, of the same settings as `codec`, where others than the plain ones are wanted."""
         self.layout = layout
         self.comm = comm
         self.codecs = codecs or [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
@@ -164,7 +167,8 @@ class BucketMean:
         Sets `finite`, a bool tensor, and `headers`.
         """
         gathered = self._pending.wait()
-        self.finite = torch.isfinite(self._codec.all_scales(gathered)).all()
+        largest = self._codec.all_scales(gathered) * ROOM
+        self.finite = torch.isfinite(largest * largest).all()
         self.headers = self._codec.header(gathered)
         return gathered
 

@@ -111,7 +111,7 @@ def warmup_coefficients(norms: Norms, coeff_avg: Tensor, coeff_weight: Tensor, r
     coeff, defined = trust_ratio(norms.x, norms.update, rule)
     coeff = torch.where(touched, coeff, 0.0)  # a layer that never had a gradient stays where it is (DEV-8)
 
-    beta3 = torch.where(defined & touched, rule.coeff_beta, 1.0)  # [A1: moving average of c]
+    beta3 = torch.where(defined & touched, rule.coeff_beta, 1.0)  # [A1: moving average of c] (DEV-12)
     coeff_avg.mul_(beta3).add_((1 - beta3) * coeff)
     coeff_weight.mul_(beta3).add_(1 - beta3)
     return coeff

@@ -9,15 +9,16 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
+from onebit.averaging import Transport, mean_over_workers
 from onebit.backend import Backend, Hypers, TorchBackend
-from onebit.checks import check_group, check_in, check_parameters, fingerprints
+from onebit.checks import check_group, check_in, check_parameters, check_structure, fingerprints
 from onebit.comm import Comm, check_same, default_comm
 from onebit.errors import ConfigError
 from onebit.kernels import choose
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("onebit")
 
 DEFAULT_BUCKET_ELEMENTS = 2**24
-Transport = Literal["fp32", "bf16"]
 
 
 class Stage(enum.Enum):
@@ -38,39 +38,6 @@ class Stage(enum.Enum):
 
     WARMUP = "warmup"
     COMPRESSED = "compressed"
-
-
-def mean_over_workers(flat: Tensor, comm: Comm, transport: Transport) -> None:
-    """Replace a flat buffer by its mean over the workers, in place.
-
-    Args:
-        flat: fp32 or fp64, any length.
-        transport: "fp32" sends the buffer as it is; "bf16" sends and sums 16-bit values.
-    """
-    if comm.size > 1:  # by one it would be a trip through memory for nothing
-        flat /= comm.size
-    if transport == "bf16":
-        low = flat.to(torch.bfloat16)
-        comm.all_reduce(low)
-        flat.copy_(low)
-    else:
-        comm.all_reduce(flat)
-
-
-def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport = "bf16") -> None:
-    """Replace every `.grad` by its mean over the workers, as one buffer. For optimizers that do not average.
-
-    A parameter without a gradient on this worker counts as zero and gets one.
-
-    Args:
-        params: the same parameters in the same order on all workers.
-        transport: as in `mean_over_workers`.
-    """
-    params = list(params)
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in params])
-    mean_over_workers(flat, comm, check_in("transport", transport, ("fp32", "bf16")))
-    for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
-        p.grad = part.view(p.shape).to(p.dtype)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -130,19 +97,15 @@ class Lamb(torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
-        *,
-        coeff_beta: float = 0.9,
     ) -> None:
         if not 0 <= min_coeff <= max_coeff:
             raise ConfigError(f"min_coeff, max_coeff are {min_coeff}, {max_coeff}; allowed is 0 <= min <= max")
-        if not 0 <= coeff_beta < 1:
-            raise ConfigError(f"coeff_beta is {coeff_beta}; it must lie in [0, 1)")
         if bucket_elements is not None and bucket_elements < 1:
             raise ConfigError(f"bucket_elements is {bucket_elements}; it must be at least 1, or None for one bucket")
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)
-        self._coeff_rule = lamb.CoeffRule(min_coeff, max_coeff, coeff_beta)
+        self._coeff_rule = lamb.CoeffRule(min_coeff, max_coeff, coeff_beta=0.9)
         self._bias_correction = bias_correction
         self._transport: Transport = check_in("transport", transport, ("fp32", "bf16"))
         self._bucket_elements = bucket_elements
@@ -168,7 +131,17 @@ class Lamb(torch.optim.Optimizer):
                 "fixed by then; add it before the first step, or build a new optimizer"
             )
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
+        try:
+            check_group(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            f"{type(self).__name__} cannot be copied or pickled, since it is tied to its workers; "
+            "build another one and load the state_dict() of this one"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, with an entry "onebit" that holds what belongs to no single parameter.
@@ -186,17 +159,15 @@ class Lamb(torch.optim.Optimizer):
         """Continue from a state dict that this worker's optimizer saved, with the same number of workers.
 
         Raises:
-            ConfigError: it was saved by another optimizer, another number of workers, or for other parameters.
+            ConfigError: it was saved by another optimizer, with other settings that decide which state there is, by
+                another number of workers, or for other parameters. Nothing has been changed then.
         """
         extra = state_dict.get("onebit")
-        if extra is None or extra["optimizer"] != type(self).__name__:
-            origin = "another library's optimizer" if extra is None else f"onebit.{extra['optimizer']}"
-            raise ConfigError(f"the state dict was saved by {origin}; {type(self).__name__} loads only its own")
-        if extra["workers"] != self.comm.size:
-            raise ConfigError(
-                f"the state dict was saved by one of {extra['workers']} workers, this run has {self.comm.size}; "
-                "continue with the same number of workers"
-            )
+        if extra is None:
+            raise ConfigError(f"the state dict is another library's; {type(self).__name__} loads only its own")
+        check_structure(extra["structure"], self._structure())
+        for group in state_dict["param_groups"]:
+            check_group({**group, "params": []})
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "onebit"})
         for group, mask in zip(self.param_groups, masks, strict=True):
@@ -207,6 +178,8 @@ class Lamb(torch.optim.Optimizer):
         self.state.clear()
         self._layout = None
         if loaded:  # else it was saved before the first step
+            self._dtype, self._device = check_parameters(self._params(), self._names())
+            self._kernels, self._kernels_reason = choose(self._device, self._dtype)
             self._allocate()
         self._load_extra_state(extra)
         for p, values in loaded.items():
@@ -215,8 +188,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _extra_state(self) -> dict[str, Any]:
         return {
-            "optimizer": type(self).__name__,
-            "workers": self.comm.size,
+            "structure": self._structure(),
             "rank": self.comm.rank,
             "stage": self.stage.value,
             "steps": self._steps,
@@ -320,6 +292,8 @@ class Lamb(torch.optim.Optimizer):
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ConfigError(f"lr is {lr} after {self._steps} updates; it must be finite and at least 0")
         if self._bias_correction:
             lr *= math.sqrt(1 - beta2**self._steps) / (1 - beta1**self._steps)
         return lamb.Hyper(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
@@ -334,8 +308,11 @@ class Lamb(torch.optim.Optimizer):
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
+    def _groups(self) -> list[list[torch.nn.Parameter]]:
+        return [group["params"] for group in self.param_groups]
+
     def _params(self) -> list[torch.nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return [p for group in self._groups() for p in group]
 
     def _names(self) -> list[str]:
         named = [name for group in self.param_groups for name in group.get("param_names", [])]
@@ -343,19 +320,29 @@ class Lamb(torch.optim.Optimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, apart from the parameters."""
-        named = [("onebit version", __version__), ("optimizer", type(self).__name__)]
-        named += [("workers", str(self.comm.size)), ("coefficient rule", repr(self._coeff_rule))]
-        named += [("bias_correction", str(self._bias_correction)), ("transport", self._transport)]
-        named += [("bucket_elements", str(self._bucket_elements)), ("stage", self.stage.value)]
-        named += [("updates made", str(self._steps))]
+        named = [("onebit version", __version__), ("torch version", torch.__version__)]
+        named += [("kernels", self._kernels), ("device", self._device.type), ("dtype", str(self._dtype))]
+        named += [("coefficient rule", repr(self._coeff_rule)), ("bias_correction", str(self._bias_correction))]
+        named += [("transport", self._transport), ("stage", self.stage.value), ("updates made", str(self._steps))]
         for i, group in enumerate(self.param_groups):
             named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
-        return named
+        return [*self._structure(), *named]
+
+    def _structure(self) -> list[tuple[str, str]]:
+        """What decides which state there is and how it lies in memory."""
+        named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
+        named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
+        return named + [
+            (f"shape of {n}", str(tuple(p.shape))) for n, p in zip(self._names(), self._params(), strict=True)
+        ]
 
     def _prepare(self) -> None:
         """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""
+        self._dtype, self._device = check_parameters(self._params(), self._names())
+        self._kernels, self._kernels_reason = choose(self._device, self._dtype)
         check_same(self.comm, "optimizer settings", self._settings())
         check_same(self.comm, "parameters", fingerprints(self._params(), self._names()))
+        check_same(self.comm, "loaded states", fingerprints(list(self._flat.values()), list(self._flat)))
         self._compared = True
         if self._layout is None:
             self._allocate()
@@ -365,10 +352,8 @@ class Lamb(torch.optim.Optimizer):
     def _allocate(self) -> None:
         """Lay out the flat order and the state of the warm-up stage, all zero."""
         params = self._params()
-        self._dtype, self._device = check_parameters(params, self._names())
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         self._layout = FlatLayout([p.shape for p in params], self.comm.size, groups, self._bucket_elements)
-        self._kernels, self._kernels_reason = choose(self._device, self._dtype)
         self._backend = self._build_backend(self._layout)
         for name in ("momentum", "variance"):
             self._add_flat(name)

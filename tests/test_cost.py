@@ -29,11 +29,15 @@ class Counting(TorchDispatchMode):
 
 
 def calls_of_a_step(layers, native_calls, stage):
-    params = [nn.Parameter(torch.randn(24) + 1) for _ in range(layers)]
-    opt = onebit.OneBitLamb(params, lr=0.01, freeze_step=1 if stage == "compressed" else 99, weight_decay=0.1)
+    """The last of the layers never has a gradient, and one is empty: they must cost nothing either."""
+    params = [nn.Parameter(torch.randn(24) + 1) for _ in range(layers - 1)] + [nn.Parameter(torch.ones(0))]
+    silent = nn.Parameter(torch.ones(24))
+    opt = onebit.OneBitLamb(
+        [*params, silent], lr=0.01, freeze_step=1 if stage == "compressed" else 99, weight_decay=0.1
+    )
     for _ in range(4):
         for p in params:
-            p.grad = torch.randn(24)
+            p.grad = torch.randn(p.shape)
         if opt.stats()["step"] == 3:
             native_calls.clear()
             with Counting() as counting:
@@ -63,11 +67,11 @@ def test_calls_of_a_step_do_not_depend_on_the_number_of_layers(stage, monkeypatc
     assert sum(few_native.values()) == (3 if stage == "warm-up" else 6)
     assert few == many
     reads = sum(count for name, count in many.items() if "_local_scalar_dense" in name or "item" in name)
-    assert reads <= 1  # one bucket: are its scales finite? A read of CPU memory
+    assert reads <= 2  # of CPU memory, per bucket: are its scales finite, does a dead element ask to wake?
 
 
 MEASURE = """
-import sys, torch, onebit
+import gc, sys, torch, onebit
 from torch import nn
 
 def resident(key):
@@ -87,10 +91,15 @@ before = resident("VmRSS")
 opt = onebit.OneBitLamb(params, lr=1e-3, freeze_step=1, **eval(sys.argv[1]))
 for _ in range(4):
     opt.step()
-held = resident("VmRSS") - before
 open("/proc/self/clear_refs", "w").write("5")  # start the high-water mark anew
 opt.step()
-print(held / (n * layers), (resident("VmHWM") - before) / (n * layers) - held / (n * layers))
+storages = {}
+for value in gc.get_objects():
+    if type(value) in (torch.Tensor, nn.Parameter) and value.numel() > 1000:
+        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+for p in params + [p.grad for p in params]:
+    storages.pop(p.untyped_storage().data_ptr(), None)
+print(sum(storages.values()) / (n * layers), (resident("VmHWM") - before) / (n * layers))
 """
 
 
@@ -102,6 +111,6 @@ def test_state_and_temporaries_stay_within_their_bytes_per_element(settings, all
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, settings], capture_output=True, text=True, timeout=120, check=True
     )
-    held, temporary = map(float, run.stdout.split())
-    assert held <= allowed
-    assert temporary <= 1.0
+    held, peak = map(float, run.stdout.split())
+    assert 12 < held <= allowed
+    assert peak <= allowed + 1.0  # a step may take one byte more
