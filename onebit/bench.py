@@ -85,6 +85,7 @@ def _parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
     params = [nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in shapes]
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator) * 1e-3
+        p.grad[p.grad == 0] = 1e-3  # among millions some are: they would count as elements without a gradient
     return params
 
 
