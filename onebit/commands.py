@@ -22,7 +22,7 @@ from onebit.errors import ConfigError, OnebitError
 from onebit.job import versions
 from onebit.kernels import choose
 from onebit.launch import Interrupted, perform
-from onebit.recipe import OPTIMIZERS, Recipe, load, parse, resolve
+from onebit.recipe import OPTIMIZERS, Recipe, load, number, parse, resolve
 from onebit.report import check_out, comparison_table, summary_table
 from onebit.text import text_files
 from onebit.train import check_virtual, choose_device
@@ -46,7 +46,7 @@ FreezeStep = Annotated[
     str | None, typer.Option(help="Full-precision updates before the compressed stage; below 1, a share of the run.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order and masks.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show errors only.")]
 
 
@@ -68,11 +68,7 @@ def train(
 ) -> None:
     """Pre-train a BERT on text with one optimizer."""
     with _clear_errors():
-        own: dict[str, Any] = {
-            "optimizer.name": optimizer,
-            "optimizer.lr": lr,
-            "optimizer.lr_for": None if lr is None else {},
-        }
+        own: dict[str, Any] = {"optimizer.name": optimizer, "optimizer.lr": lr}
         shared = _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed)
         chosen = _ready(_recipe(recipe, own | shared), virtual)
         folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{chosen.optimizer.name}"
@@ -197,21 +193,10 @@ def _overrides(
         "data.text": text or None,
         "train.workers": workers if virtual is None else virtual,
         "train.steps": steps,
-        "optimizer.freeze_step": None if freeze_step is None else _number(freeze_step, "--freeze-step"),
+        "optimizer.freeze_step": None if freeze_step is None else number(freeze_step, "--freeze-step"),
         "train.micro_batch": micro_batch,
         "train.seed": seed,
     }
-
-
-def _number(text: str, flag: str) -> int | float:
-    """An int or a float, told apart as TOML does."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{flag} is {text!r}; it must be a number; correct the flag")
-    return value
 
 
 def _rates(pairs: list[str]) -> dict[str, float]:
@@ -221,7 +206,7 @@ def _rates(pairs: list[str]) -> dict[str, float]:
         name, equals, value = pair.partition("=")
         if not equals or name not in OPTIMIZERS:
             raise ConfigError(f"--lr is {pair!r}; it must be NAME=VALUE with NAME one of {', '.join(OPTIMIZERS)}")
-        rates[name] = float(_number(value, f"--lr {name}"))
+        rates[name] = float(number(value, f"--lr {name}"))
     return rates
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from onebit.errors import ConfigError
 from onebit.launch import perform
 from onebit.recipe import Recipe, parse
-from onebit.report import METRICS, Output, check_out, comparison_rows, plot, read_metrics
+from onebit.report import METRICS, ROWS, Output, check_out, comparison_rows, plot, read_metrics, writing
 
 PLOTS = ("plot.svg", "plot.png")
-ROWS = "compare.json"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def compare(recipes: Sequence[Recipe], out: Path, virtual: bool, quiet: bool, ov
         out: folder that appears when all is done; each run has a folder in it.
         virtual: workers are threads of this process.
         quiet: show nothing.
-        overwrite: replace what is in `out`.
+        overwrite: replace an earlier result in `out`.
     Raises:
         OnebitError, Interrupted: as the runs do.
     """
@@ -67,8 +66,9 @@ def compare(recipes: Sequence[Recipe], out: Path, virtual: bool, quiet: bool, ov
     folders: dict[str, Path] = {recipe.optimizer.name: output.folder / recipe.optimizer.name for recipe in recipes}
     summaries = perform(list(zip(recipes, folders.values(), strict=True)), virtual, quiet)
     rows = comparison_rows(summaries)
-    output.write_json(ROWS, rows)
     lines = {name: read_metrics(folder / METRICS) for name, folder in folders.items()}
-    plot(lines, [output.folder / name for name in PLOTS])
-    output.publish()
+    with writing(output.folder):
+        output.write_json(ROWS, rows)
+        plot(lines, [output.folder / name for name in PLOTS])
+        output.publish()
     return Comparison(rows, [out / name for name in (ROWS, *PLOTS)])

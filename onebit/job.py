@@ -2,7 +2,6 @@
 
 import math
 import platform
-import statistics
 import struct
 import threading
 import time
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.comm import Comm, ring_all_reduce_bytes
+from onebit.averaging import average_gradients
+from onebit.checks import fingerprints
+from onebit.comm import Comm, check_same, ring_all_reduce_bytes
 from onebit.errors import ConfigError
-from onebit.optim import average_gradients
 from onebit.recipe import Recipe
 from onebit.report import Display, Metrics, Summary
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
@@ -34,7 +34,8 @@ class Job:
     def __init__(self, recipe: Recipe, comm: Comm, device: torch.device, corpus: Corpus) -> None:
         self.recipe, self.comm, self.device, self.corpus = recipe, comm, device, corpus
         self.model = build_model(recipe, corpus.vocab_size, device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self.optimizer, self._average = build_optimizer(recipe, self.model, comm)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(recipe, step))
         self._windows = Windows(corpus.stream, recipe.data.sequence_length, recipe.train.seed)
@@ -46,6 +47,8 @@ class Job:
     def train(self, metrics: Metrics | None, display: Display | None) -> None:
         """All steps and evaluations. `metrics` and `display` are given on worker 0."""
         train = self.recipe.train
+        if not isinstance(self.optimizer, onebit.Lamb):  # these compare the weights themselves
+            self._compare("parameters")
         self.model.train()
         for number in range(1, train.steps + 1):
             self._steps.append(self._step(number))
@@ -53,6 +56,7 @@ class Job:
             if number % train.log_every == 0 or last:
                 self._log(number, metrics, display)
             if number % self.eval_every == 0 or last:
+                self._compare(f"replicas after step {number}")
                 self.eval_loss = self.evaluate()
                 if metrics and display:
                     metrics.write(step=number, eval_loss=self.eval_loss, payload_total=self.payload_bytes())
@@ -65,10 +69,21 @@ class Job:
         assert isinstance(every, int)
         return every
 
+    def _compare(self, what: str) -> None:
+        """Raise MismatchError with the first layer whose weights differ between workers. A collective."""
+        if self.comm.size > 1:
+            check_same(self.comm, what, fingerprints(self.parameters, self.names))
+
+    def _now(self) -> float:
+        """Seconds on the clock, when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
     def _step(self, number: int) -> "_Step":
         """One optimizer step: forward and backward of each micro batch, exchange, update."""
         train, data = self.recipe.train, self.recipe.data
-        began = time.perf_counter()
+        began = self._now()
         stage = self.optimizer.stage.value if isinstance(self.optimizer, onebit.OneBitLamb) else UNCOMPRESSED
         lr = float(self.optimizer.param_groups[0]["lr"])
         mine = train.micro_batch * train.accumulation
@@ -77,9 +92,10 @@ class Job:
         draws = generator(train.seed, "mask", self.comm.rank, number)
         inputs, labels = mask_tokens(windows, draws, data.mask_probability, self.corpus.vocab_size)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = int((labels != IGNORED).sum())  # of the whole step: a micro-batch may have none
         parts = zip(torch.split(inputs, train.micro_batch), torch.split(labels, train.micro_batch), strict=True)
         for part, part_labels in parts:
-            loss = self._loss(part, part_labels) / train.accumulation
+            loss = self._loss(part, part_labels) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         before = self.comm.payload_bytes
@@ -89,15 +105,15 @@ class Job:
         payload = self.comm.payload_bytes - before
         self.optimizer.zero_grad(set_to_none=True)
         self._schedule.step()
-        return _Step(stage, total, lr, payload, time.perf_counter() - began)
+        return _Step(stage, total, lr, payload, self._now() - began)
 
-    def _loss(self, inputs: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross entropy of the masked tokens; the output layer is computed for these alone."""
+    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of the masked tokens, summed; the output layer is computed for these alone."""
         inputs, labels = inputs.to(self.device), labels.to(self.device)
         hidden = self.model.bert(input_ids=inputs).last_hidden_state
         chosen = labels != IGNORED
         scores = self.model.cls(hidden[chosen])
-        return torch.nn.functional.cross_entropy(scores, labels[chosen], reduction=reduction)
+        return torch.nn.functional.cross_entropy(scores, labels[chosen], reduction="sum")
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -107,7 +123,8 @@ class Job:
         inputs, labels = self.corpus.held_out[mine], self.corpus.held_out_labels[mine]
         total, size = 0.0, self.recipe.train.micro_batch
         for part, part_labels in zip(torch.split(inputs, size), torch.split(labels, size), strict=True):
-            total += self._loss(part, part_labels, reduction="sum").item()
+            if len(part):  # else there are fewer windows than workers
+                total += self._loss(part, part_labels).item()
         self.model.train()
         count = int((labels != IGNORED).sum())
         sums = [struct.unpack("dq", d) for d in self.comm.all_gather_bytes(struct.pack("dq", total, count))]
@@ -131,7 +148,7 @@ class Job:
             )
         if metrics is None or display is None:
             return
-        loss, last = statistics.fmean(e[0] for e in everyone), since[-1]
+        loss, last = sum(e[0] for e in everyone) / len(everyone), since[-1]
         speed = self._samples_per_step * len(since) / sum(step.seconds for step in since)
         metrics.write(
             step=number, stage=last.stage, loss=loss, lr=last.lr, samples_per_s=round(speed, 2),

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from onebit import errors
 from onebit.errors import CommError, OnebitError
 from onebit.recipe import Recipe
-from onebit.report import Display, Summary, read_summary
+from onebit.report import Display, Output, Summary, read_summary
 from onebit.train import run_alone, run_virtual
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -58,14 +58,14 @@ def launch(runs: Sequence[tuple[Recipe, Path]], workers: int, quiet: bool) -> No
     """
     with tempfile.TemporaryDirectory(prefix="onebit-") as folder, _environment(), _interrupt_blocked_in_workers():
         plan = Path(folder) / "runs.json"
-        plan.write_text(json.dumps([{"recipe": r.model_dump(mode="json"), "out": str(o.absolute())} for r, o in runs]))
+        plan.write_text(json.dumps([{"recipe": r.model_dump(mode="json"), "out": str(o.resolve())} for r, o in runs]))
         arguments = [str(WORKER), str(os.getpid()), "--runs", str(plan), *(["--quiet"] if quiet else [])]
         try:
             elastic_launch(_config(workers, folder), sys.executable)(*arguments)
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from None
         except ChildFailedError as error:
-            remains = [o.with_name(o.name + ".partial") for _, o in runs]
+            remains = [Output(o).folder for _, o in runs]
             raise _cause(error.failures, workers, [folder for folder in remains if folder.exists()]) from None
 
 

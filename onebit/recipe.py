@@ -7,6 +7,7 @@
 """
 
 import difflib
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -28,9 +29,9 @@ ONE_BIT: tuple[OptimizerName, ...] = ("onebit-lamb", "lamb-basic-1bit")
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 Fraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 
 
 class _Section(BaseModel):
@@ -46,7 +47,7 @@ class ModelSection(_Section):
     heads: Count = 4
     intermediate_size: Count | Literal["auto"] = "auto"
     max_position_embeddings: Count | Literal["auto"] = "auto"
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dropout: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = 0.0
 
 
 class DataSection(_Section):
@@ -100,7 +101,7 @@ class TrainSection(_Section):
     log_every: Count = 5
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     workers: Annotated[int, Field(strict=True, ge=1, le=4096)] = 1
-    timeout_s: Annotated[float, Field(ge=1.0, le=86400.0)] = 120.0
+    timeout_s: Annotated[float, Field(strict=True, ge=1.0, le=86400.0)] = 120.0
 
 
 class Recipe(_Section):
@@ -137,12 +138,28 @@ def as_steps(value: int | float, steps: int, least: int) -> int:
     return value if isinstance(value, int) else max(least, round(value * steps))
 
 
+def number(text: str, flag: str) -> int | float:
+    """The value of a flag, an int or a float, told apart as TOML does.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{flag} is {text!r}; it must be a number; correct the flag")
+    return value
+
+
 def load(path: Path, overrides: Mapping[str, Any]) -> Recipe:
     """Read a TOML recipe. Its text paths count from its own folder.
 
     Args:
         path: the TOML file.
-        overrides: dotted key -> value, as from the command line; they win over the file.
+        overrides: dotted key -> value, as from the command line; they win over the file, and `optimizer.lr` also
+            over its `lr_for`.
     Raises:
         ConfigError: the file cannot be read, is not TOML, or says something impossible.
     """
@@ -177,6 +194,8 @@ def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
         if name == "lr_for" and isinstance(target.get(name), Mapping):
             value = {**target[name], **value}
         target[name] = value
+        if key == "optimizer.lr":
+            target["lr_for"] = {}  # else the rate of the file, or the default one, would hide the one just given
     try:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:

@@ -1,10 +1,12 @@
 """What a run leaves behind and shows: the output folder, the metrics file, tables and plots."""
 
 import json
+import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from onebit.errors import ConfigError
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS, SUMMARY, ROWS = "metrics.jsonl", "summary.json", "compare.json"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Summary:
 
     Attributes:
         optimizer: its name in the recipe.
-        eval_loss: held-out loss in nats per masked token, at the end.
+        eval_loss: held-out loss in nats per masked token, at the end; nan is null in the files.
         payload_bytes: counted, this worker, all optimizer steps.
         share_of_16bit: payload_bytes over those of a 16-bit all-reduce in every step; None with one worker.
         compressed_share_of_16bit: the same over the steps of the compressed stage; None without one.
@@ -53,17 +55,54 @@ class Summary:
 
 
 def check_out(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError unless a run may put its results at `out`. Changes nothing on disk."""
-    if out.is_dir():
-        if any(out.iterdir()) and not overwrite:
-            raise ConfigError(
-                f"output folder {str(out)!r} is not empty; choose another with --out, or give --overwrite"
-            )
-    elif out.exists():
-        raise ConfigError(f"output {str(out)!r} is a file; choose a folder with --out")
-    parent = next(p for p in out.absolute().parents if p.exists())
+    """Raise ConfigError unless a run may put its results at `out`. Changes nothing on disk.
+
+    Args:
+        out: where to; what is there must be an empty folder.
+        overwrite: or one with the results of an earlier run or comparison, and nothing else's.
+    """
+    try:
+        place = out.resolve()
+        if place.is_dir():
+            if any(place.iterdir()):
+                _check_replaceable(out, overwrite)
+        elif place.exists():
+            raise ConfigError(f"output {str(out)!r} is a file; choose a folder with --out")
+        parent = next((p for p in place.parents if p.exists()), place)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"output folder {str(out)!r} cannot be used: {reason}; choose another with --out") from None
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"output folder {str(out)!r} cannot be made in {str(parent)!r}; choose another with --out")
+
+
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    """Raise ConfigError unless the full folder `out` may be replaced."""
+    if not overwrite:
+        raise ConfigError(f"output folder {str(out)!r} is not empty; choose another with --out, or give --overwrite")
+    if not any((out / name).is_file() for name in (SUMMARY, ROWS)):
+        raise ConfigError(
+            f"output folder {str(out)!r} is not empty and holds neither {SUMMARY} nor {ROWS}; --overwrite replaces "
+            "only an empty folder or an earlier result; choose another with --out"
+        )
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while `path` is written, such as a full disk, into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}; make room") from None
+
+
+def to_json(content: Any) -> Any:
+    """The same with None for numbers that JSON has no word for: nan and the infinities."""
+    if isinstance(content, Mapping):
+        return {key: to_json(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [to_json(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 class Output:
@@ -73,8 +112,8 @@ class Output:
     """
 
     def __init__(self, out: Path) -> None:
-        self.final = out
-        self.folder = out.with_name(out.name + ".partial")
+        self.final = out.resolve()  # "." and ".." have no name of their own
+        self.folder = self.final.with_name(self.final.name + ".partial")
 
     def create(self) -> None:
         """Make the folder, in place of the remains of an earlier run."""
@@ -88,30 +127,43 @@ class Output:
 
     def write_json(self, name: str, content: object) -> None:
         """Write one JSON file into the folder."""
-        (self.folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(to_json(content), indent=1, allow_nan=False)
+        (self.folder / name).write_text(text + "\n", encoding="utf-8")
 
     def publish(self) -> None:
         """Move the folder to its final place, instead of what is there."""
-        if self.final.exists():
-            old = self.final.with_name(self.final.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            self.final.rename(old)
+        if not self.final.exists():
             self.folder.rename(self.final)
-            shutil.rmtree(old)
+            return
+        old = Path(tempfile.mkdtemp(prefix=self.final.name + ".old-", dir=self.final.parent))
+        if self.final == Path.cwd():  # stays where it is for whoever works in it
+            for source, target in ((self.final, old), (self.folder, self.final)):
+                for entry in list(source.iterdir()):
+                    entry.rename(target / entry.name)
+            self.folder.rmdir()
         else:
+            self.final.rename(old / self.final.name)
             self.folder.rename(self.final)
+        shutil.rmtree(old)
 
 
 class Metrics:
     """Appends one JSON object a line; every line is whole and on disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            self._file: TextIO = path.open("w", encoding="utf-8")
 
     def write(self, **values: object) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Append one line; null stands for a number that is not finite.
+
+        Raises:
+            ConfigError: it cannot be written; the disk is full.
+        """
+        with writing(self._path):
+            self._file.write(json.dumps(to_json(values), allow_nan=False) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -119,7 +171,8 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(ConfigError) if error else nullcontext(), writing(self._path):
+            self._file.close()  # tries once more to write what it could not
 
 
 class Display:
@@ -174,7 +227,7 @@ def summary_table(summary: Summary) -> Table:
     """The outcome of one run, to print."""
     table = Table(title=f"{summary.optimizer}, {summary.workers} workers, {summary.steps} steps", show_header=False)
     rows = {
-        "held-out loss": f"{summary.eval_loss:.4f}",
+        "held-out loss": _loss(summary.eval_loss, 4),
         "payload per worker": human_bytes(summary.payload_bytes),
         "of 16-bit all-reduce": _fraction(summary.share_of_16bit),
         "the same, compressed stage": _fraction(summary.compressed_share_of_16bit),
@@ -194,7 +247,7 @@ def comparison_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     for summary in summaries:
         row = asdict(summary)
         row["lr"] = row.pop("recipe")["optimizer"]["lr"]
-        rows.append(row)
+        rows.append(to_json(row))
     return rows
 
 
@@ -208,10 +261,11 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for heading in ("held-out", "payload", "share", "compressed", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        more = 100 * (row["eval_loss"] / first["eval_loss"] - 1)
+        loss, reference = row["eval_loss"], first["eval_loss"]
+        more = "" if row is first or not loss or not reference else f" {100 * (loss / reference - 1):+.1f} %"
         table.add_row(
             row["optimizer"],
-            f"{row['eval_loss']:.3f}" + ("" if row is first else f" {more:+.1f} %"),
+            _loss(loss, 3) + more,
             human_bytes(row["payload_bytes"]),
             _fraction(row["share_of_16bit"]),
             _fraction(row["compressed_share_of_16bit"]),
@@ -220,13 +274,18 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def _loss(loss: float | None, digits: int) -> str:
+    return f"{loss:.{digits}f}" if loss is not None and math.isfinite(loss) else "not finite"
+
+
 def _fraction(share: float | None) -> str:
     return f"1/{1 / share:.1f}" if share else "-"
 
 
 def read_summary(folder: Path) -> Summary:
     """The outcome of the run whose results are in `folder`."""
-    return Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+    values = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    return Summary(**values | {"eval_loss": _number(values["eval_loss"])})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -234,11 +293,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def smooth(values: Sequence[float], keep: float) -> list[float]:
-    """Running average: each value enters with 1 - keep; the first stands for all before it."""
+def _number(value: float | None) -> float:
+    """From a JSON file, where null is a number that is not finite."""
+    return math.nan if value is None else value
+
+
+def smooth(values: Sequence[float | None], keep: float) -> list[float]:
+    """Running average: each value enters with 1 - keep; the first stands for all before it. None stays out, as nan."""
     out: list[float] = []
+    average: float | None = None
     for value in values:
-        out.append(value if not out else keep * out[-1] + (1 - keep) * value)
+        if value is None:
+            out.append(math.nan)
+            continue
+        average = value if average is None else keep * average + (1 - keep) * value
+        out.append(average)
     return out
 
 
@@ -264,7 +333,7 @@ def plot(metrics: Mapping[str, Sequence[Mapping[str, Any]]], paths: Sequence[Pat
             axes.plot([line[key] / unit for line in steps], loss, color=colour, lw=0.8, alpha=0.5)
             axes.plot(
                 [line[key] / unit for line in evals],
-                [line["eval_loss"] for line in evals],
+                [_number(line["eval_loss"]) for line in evals],
                 color=colour, marker="o", ms=3, lw=1.6, label=name,
             )  # fmt: skip
         switch = next((line["step"] for line in steps if line["stage"] == "compressed"), None)

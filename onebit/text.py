@@ -9,6 +9,7 @@ a batch and its mask are a function of seed, worker and step, in processes and i
 import collections
 import hashlib
 import json
+import os
 import pydoc_data.topics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -85,20 +86,23 @@ def text_files(paths: Iterable[str]) -> list[Path]:
     """The files meant by `paths`, where a folder means all files in it that are not hidden, in order of name.
 
     Raises:
-        ConfigError: a path does not exist, or a folder holds no file.
+        ConfigError: a path does not exist or cannot be looked into, or a folder holds no file.
     """
     found: list[Path] = []
     for name in paths:
         path = Path(name)
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-            if not inside:
-                raise ConfigError(f"text folder {name!r} holds no file; give a folder with UTF-8 text files")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise ConfigError(f"text {name!r} does not exist; give the path of a UTF-8 text file or of a folder")
+        try:
+            if path.is_dir():
+                inside = _inside(path)
+                if not inside:
+                    raise ConfigError(f"text folder {name!r} holds no file; give a folder with UTF-8 text files")
+                found += inside
+            elif path.exists():
+                found.append(path)
+            else:
+                raise ConfigError(f"text {name!r} does not exist; give the path of a UTF-8 text file or of a folder")
+        except OSError as error:  # such as no permission, or a name that is too long
+            raise _unreadable(error.filename or name, error) from None
     return found
 
 
@@ -115,9 +119,7 @@ def read_texts(paths: Sequence[str]) -> list[str]:
         try:
             text = path.read_bytes().decode("utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"text {str(path)!r} cannot be read: {error.strerror or error}; check its permissions"
-            ) from None
+            raise _unreadable(path, error) from None
         except UnicodeDecodeError:
             text = "\0"
         if "\0" in text:
@@ -327,6 +329,21 @@ def _digest(documents: Sequence[str]) -> str:
     for document in documents:
         digest.update(document.encode() + b"\0")
     return f"{len(documents)} documents, digest {digest.hexdigest()}"
+
+
+def _inside(folder: Path) -> list[Path]:
+    """All files in a folder that are not hidden, in order of name. Raises OSError where it cannot look."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    files = [Path(where) / name for where, _, names in os.walk(folder, onerror=stop) for name in names]
+    return sorted(p for p in files if not _hidden(p.relative_to(folder)) and p.is_file())
+
+
+def _unreadable(path: str | Path, error: OSError) -> ConfigError:
+    shown = str(path) if len(str(path)) < 200 else str(path)[:197] + "..."
+    return ConfigError(f"text {shown!r} cannot be read: {error.strerror or error}; check its name and permissions")
 
 
 def _hidden(path: Path) -> bool:

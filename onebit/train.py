@@ -28,8 +28,8 @@ from onebit.comm import Comm, Distributed, Solo, check_same
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job
 from onebit.kernels import choose
-from onebit.recipe import Recipe, load, parse, resolve
-from onebit.report import METRICS, SUMMARY, Display, Metrics, Output, Summary, check_out, summary_table
+from onebit.recipe import Recipe, load, number, parse, resolve
+from onebit.report import METRICS, SUMMARY, Display, Metrics, Output, Summary, check_out, summary_table, writing
 from onebit.text import SPECIAL_TOKENS, all_or_none, generator, prepare
 from onebit.virtual import run_workers
 
@@ -49,7 +49,7 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
         The outcome; seconds and bytes are this worker's.
     Raises:
         ConfigError: text that cannot be used, or a loss that is not finite and stays so.
-        MismatchError: workers were given different recipes, texts or weights.
+        MismatchError: workers were given different recipes, texts or weights, or their weights came apart.
         CommError: another worker is gone.
     """
     began = time.perf_counter()
@@ -118,15 +118,11 @@ def _save(job: Job, output: Output, summary: Summary) -> None:
         model_max_length=job.model.config.max_position_embeddings,
         **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
     )
-    try:
+    with writing(output.folder):
         job.model.save_pretrained(output.folder / "model")
         tokenizer.save_pretrained(output.folder / "model")
         output.write_json(SUMMARY, asdict(summary))
         output.publish()
-    except OSError as error:
-        raise ConfigError(
-            f"the results cannot be written to {str(output.folder)!r}: {error.strerror or error}; make room"
-        ) from None
 
 
 # -- the program of one process ------------------------------------------------------------------------------
@@ -145,8 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if comm.rank == 0:
                 display.say(f"device: {reason}")
             for recipe, out in jobs:
-                if not launched:  # else the launcher has looked
+                if not launched:  # else the launcher has looked, and spoken
                     _check_out_together(comm, out, options.overwrite)
+                    if comm.rank == 0:
+                        _say_choices(recipe, comm.size, display)
                 _seed_dropout(recipe, comm.rank)
                 summary = run(recipe, comm, device, out, display)
                 if comm.rank == 0 and not launched and not options.quiet:
@@ -172,16 +170,26 @@ def _check_out_together(comm: Comm, out: Path, overwrite: bool) -> None:
     all_or_none(comm, partial(check_out, out, overwrite) if comm.rank == 0 else lambda: None)
 
 
+def _say_choices(recipe: Recipe, workers: int, display: Display) -> None:
+    """Every automatic choice with its reason, and what the recipe says in vain."""
+    if recipe.train.workers not in (1, workers):
+        display.say(
+            f"train.workers is {recipe.train.workers} and not used here: the launcher decides, and started {workers}"
+        )
+    for key, why in resolve(recipe)[1].items():
+        display.say(f"{key} = {why}")
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("onebit.train", description="Train a BERT with the workers torchrun started.")
     parser.add_argument("recipe", type=Path, nargs="?", help="TOML file; without it, the built-in small recipe")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for the results")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result in --out")
     parser.add_argument("--quiet", action="store_true", help="show errors only")
     parser.add_argument("--text", nargs="+", dest="data.text", help="text files or folders")
     parser.add_argument("--optimizer", dest="optimizer.name")
     parser.add_argument("--lr", type=float, dest="optimizer.lr")
-    parser.add_argument("--freeze-step", type=json.loads, dest="optimizer.freeze_step")
+    parser.add_argument("--freeze-step", dest="optimizer.freeze_step")
     for flag in ("steps", "micro_batch", "seed"):
         parser.add_argument("--" + flag.replace("_", "-"), type=int, dest=f"train.{flag}")
     parser.add_argument("--runs", type=Path, help=argparse.SUPPRESS)  # from `onebit.launch`: JSON list of runs
@@ -192,8 +200,8 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Recipe, Path]]:
     if options.runs is not None:
         return [(parse(item["recipe"], {}), Path(item["out"])) for item in json.loads(options.runs.read_text())]
     given = {key: value for key, value in vars(options).items() if "." in key and value is not None}
-    if "optimizer.lr" in given:
-        given["optimizer.lr_for"] = {}
+    if "optimizer.freeze_step" in given:
+        given["optimizer.freeze_step"] = number(given["optimizer.freeze_step"], "--freeze-step")
     recipe = load(options.recipe, given) if options.recipe else parse({}, given)
     return [(recipe, options.out)]
 
@@ -227,7 +235,12 @@ def choose_device(local_rank: int, local_workers: int) -> tuple[torch.device, st
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus >= local_workers and dist.is_nccl_available():
         return torch.device("cuda", local_rank), f"cuda with nccl ({local_workers} workers here, {gpus} GPUs)"
-    why = f"{local_workers} workers here, only {gpus} GPUs" if gpus else "no CUDA device"
+    if not gpus:
+        why = "no CUDA device"
+    elif gpus < local_workers:
+        why = f"{local_workers} workers here, only {gpus} GPUs"
+    else:
+        why = f"this torch has no NCCL, which {gpus} GPUs would need to talk to each other"
     return torch.device("cpu"), f"cpu ({why})"
 
 

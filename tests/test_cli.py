@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from onebit import train
 from onebit.cli import expand_text
 from onebit.commands import app
-from onebit.report import read_metrics, read_summary
+from onebit.errors import ConfigError
+from onebit.report import Output, check_out, read_metrics, read_summary
 
 ONEBIT = [sys.executable, "-m", "onebit.cli"]
 RECIPE = """
@@ -103,7 +105,7 @@ def one_sentence(stderr: str) -> str:
 
 def test_two_processes_do_what_two_virtual_workers_do(tmp_path: Path, recipe: Path) -> None:
     (tmp_path / "processes").mkdir()
-    (tmp_path / "processes" / "old").write_text("to be replaced")
+    (tmp_path / "processes" / "summary.json").write_text("to be replaced")
     result = call(*ONEBIT, "train", recipe, "--workers", 2, "--out", tmp_path / "processes", "--overwrite")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -128,6 +130,35 @@ def test_torchrun_runs_the_same_program(tmp_path: Path, recipe: Path) -> None:
     assert result.returncode == 0, result.stderr
     summary = read_summary(tmp_path / "out")
     assert (summary.workers, summary.steps) == (2, 6)
+
+
+def test_started_alone_the_program_says_what_the_recipe_says_in_vain(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    recipe.write_text(RECIPE.replace("freeze_step = 4", "lr_for = {onebit-lamb = 0.5}"))
+    arguments = [str(recipe), "--out", str(tmp_path / "out"), "--steps", "6", "--lr", "0.01", "--freeze-step", "0.5"]
+    assert train.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train.workers is 2 and not used here: the launcher decides, and started 1" in lines
+    assert "optimizer.freeze_step = 3: 0.5 of 6 steps" in lines
+    summary = read_summary(tmp_path / "out")
+    assert (summary.workers, summary.recipe["optimizer"]["lr"]) == (1, 0.01)
+
+
+@pytest.mark.parametrize("value", ["soon", "true", "1,5"])
+def test_the_program_refuses_a_freeze_step_as_the_command_does(
+    recipe: Path, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train, "_end", sys.exit)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        train.main([str(recipe), "--freeze-step", value])
+    expected = f"error: --freeze-step is {value!r}; it must be a number; correct the flag"
+    assert one_sentence(capsys.readouterr().err) == expected
 
 
 def test_compare_ends_with_a_table_rows_and_plots(tmp_path: Path, recipe: Path) -> None:
@@ -206,7 +237,39 @@ def test_a_full_output_folder_is_refused(tmp_path: Path, recipe: Path) -> None:
     result = CliRunner().invoke(app, ["train", str(recipe), "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "is not empty; choose another" in one_sentence(result.stderr)
+    result = CliRunner().invoke(app, ["train", str(recipe), "--out", str(tmp_path), "--overwrite"])
+    assert result.exit_code == 2
+    assert "--overwrite replaces only an empty folder or an earlier result" in one_sentence(result.stderr)
     assert list(tmp_path.iterdir()) == [recipe]
+
+
+@pytest.mark.parametrize("name", [".", "../here/", "a/.."])
+def test_output_in_the_folder_one_is_in_keeps_that_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    (here / "model").mkdir(parents=True)
+    (here / "summary.json").write_text("old")
+    (tmp_path / "here.old").mkdir()
+    monkeypatch.chdir(here)
+    out = Path(name)
+    (here / "a").mkdir()
+    check_out(out, overwrite=True)
+    output = Output(out)
+    output.create()
+    (output.folder / "summary.json").write_text("new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "here.old", "here.partial"]
+    output.publish()
+    assert os.listdir() == ["summary.json"]
+    assert Path("summary.json").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "here.old"]
+
+
+def test_output_that_cannot_be_looked_at_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="cannot be used: File name too long"):
+        check_out(Path("x" * 5000), overwrite=False)
+    with pytest.raises(ConfigError, match="--overwrite replaces only"):
+        check_out(Path("/"), overwrite=True)
 
 
 def test_text_too_short_ends_all_processes_with_one_sentence(tmp_path: Path, recipe: Path) -> None:

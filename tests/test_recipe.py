@@ -30,6 +30,13 @@ from onebit.recipe import Recipe, known_keys, load, parse, resolve
         ({"optimizer": {"betas": [0.9]}}, ["betas"]),
         ({"optimizer": {"lr": -1}}, ["lr is -1", "above 0"]),
         ({"optimizer": {"lr": float("nan")}}, ["lr is nan"]),
+        ({"optimizer": {"lr": "0.1"}}, ["optimizer.lr is '0.1'", "a number"]),
+        ({"optimizer": {"lr": True}}, ["optimizer.lr is True", "a number"]),
+        ({"optimizer": {"lr_for": {"lamb": "1"}}}, ["optimizer.lr_for is '1'", "a number"]),
+        ({"optimizer": {"betas": [0.9, "0.9"]}}, ["optimizer.betas is '0.9'", "a number"]),
+        ({"optimizer": {"eps": True}}, ["optimizer.eps is True", "a number"]),
+        ({"model": {"dropout": False}}, ["model.dropout is False", "a number"]),
+        ({"train": {"timeout_s": "9"}}, ["train.timeout_s is '9'", "a number"]),
         ({"optimizer": {"name": "sgd"}}, ["'sgd'", "'adamw'"]),
         ({"optimizer": {"min_coeff": 3.0, "max_coeff": 2.0}}, ["min_coeff is 3", "max_coeff"]),
         ({"model": {"hidden_size": 100, "heads": 3}}, ["100", "heads is 3"]),
@@ -95,6 +102,15 @@ def test_flags_win_over_the_file_and_text_counts_from_the_file(tmp_path: Path) -
     assert (recipe.train.steps, recipe.train.seed) == (9, 3)
     assert recipe.data.text == (str(tmp_path / "x.txt"),)
     assert load(path, {"data.text": ["y.txt"]}).data.text == ("y.txt",)
+
+
+def test_a_learning_rate_from_a_flag_wins_over_that_of_the_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[optimizer]\nlr = 1\nlr_for = {lamb = 0.3, adamw = 0.4}\n")
+    for name, own in (("lamb", 0.3), ("adamw", 0.4), ("onebit-lamb", 1)):
+        assert load(path, {"optimizer.name": name}).lr == own
+        assert load(path, {"optimizer.name": name, "optimizer.lr": 0.01}).lr == 0.01
+    assert parse({}, {"optimizer.name": "adamw", "optimizer.lr": 0.01}).lr == 0.01
 
 
 @pytest.mark.parametrize("content", [None, b"steps = = 3", b"\xff\xfe"])

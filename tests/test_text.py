@@ -1,6 +1,10 @@
 """Text: reading, splitting, tokenizing, windows and masks."""
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +57,41 @@ def test_an_empty_folder_is_refused_and_hidden_files_do_not_count(tmp_path: Path
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
     assert text.read_texts([str(tmp_path)]) == ["first", "second"]
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "locked", "folder/inner"])
+def test_text_that_cannot_be_looked_at_fails_on_all_workers(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name too long, a path behind a locked folder, a locked folder in a folder."""
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    real_stat, real_scandir = os.stat, os.scandir
+
+    def locked(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if str(path).endswith(("locked", "inner")):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    path = tmp_path / (name if name != "folder/inner" else "folder")
+    monkeypatch.setattr(os, "stat", locked(real_stat))  # a test may run as root, whom no permission stops
+    monkeypatch.setattr(os, "scandir", locked(real_scandir))
+    messages = []
+
+    def work(comm: Comm) -> None:
+        try:
+            text.prepare(parse(SMALL, {"data.text": [str(path)]}), comm)
+        except ConfigError as error:
+            messages.append(str(error))
+
+    onebit.run_workers(2, work)
+    assert len(messages) == 2
+    assert len(set(messages)) == 1
+    assert "cannot be read: " in messages[0]
+    assert ("too long" if name[0] == "x" else f"{name}' cannot be read: Permission denied") in messages[0]
+    assert len(messages[0]) < 400
 
 
 def test_text_shorter_than_a_window_says_how_many_tokens_there_are_and_are_needed(tmp_path: Path) -> None:

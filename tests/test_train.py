@@ -1,5 +1,8 @@
 """Training runs end to end, with virtual workers and alone; tiny models on the default text."""
 
+import copy
+import dataclasses
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -12,13 +15,14 @@ from rich.console import Console
 from transformers import BertForMaskedLM, BertTokenizerFast, PreTrainedTokenizerFast
 
 import onebit
+from onebit import report
 from onebit.comm import Comm, Solo
 from onebit.errors import ConfigError, MismatchError
 from onebit.job import Job, build_model, lr_factor
 from onebit.recipe import OPTIMIZERS, Recipe, parse, resolve
-from onebit.report import Display, Output, Summary, check_out, read_metrics, read_summary
-from onebit.text import prepare
-from onebit.train import run, run_alone, run_virtual
+from onebit.report import Display, Metrics, Output, Summary, check_out, read_metrics, read_summary
+from onebit.text import IGNORED, generator, mask_tokens, prepare
+from onebit.train import choose_device, run, run_alone, run_virtual
 
 CPU = torch.device("cpu")
 TINY = {
@@ -168,12 +172,153 @@ def test_dropout_can_be_repeated_alone_and_is_refused_with_virtual_workers(tmp_p
     assert not (tmp_path / "c").exists()
 
 
+def test_a_worker_without_a_held_out_window_evaluates_too() -> None:
+    recipe = resolve(tiny(data__eval_windows=2, train__steps=5, train__eval_every=5))[0]
+
+    def loss(comm: Comm) -> float:
+        job = Job(recipe, comm, CPU, prepare(recipe, comm))
+        job.train(None, None)
+        return job.eval_loss
+
+    losses = onebit.run_workers(3, loss)
+    assert losses[0] == losses[1] == losses[2] < 10
+
+
+def test_the_loss_is_the_mean_over_the_masked_tokens_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve(tiny(train__micro_batch=1, train__accumulation=4, data__mask_probability=0.02))[0]
+    job = Job(recipe, Solo(), CPU, prepare(recipe, Solo()))
+    before = copy.deepcopy(job.model)
+    seen = []
+
+    def spy(*arguments: Any) -> Any:
+        seen.append(mask_tokens(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr("onebit.job.mask_tokens", spy)
+    monkeypatch.setattr(job.optimizer, "zero_grad", lambda **_: None)
+    number = next(n for n in range(1, 20) if not _all_windows_masked(job, n))
+    step = job._step(number)
+    inputs, labels = seen[-1]
+    assert not all((row != IGNORED).any() for row in labels)
+    whole = before(input_ids=inputs, labels=labels).loss
+    whole.backward()
+    assert step.loss.item() == pytest.approx(whole.item(), rel=1e-5)
+    for mine, theirs in zip(job.model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def _all_windows_masked(job: Job, number: int) -> bool:
+    windows = job._windows.take((number - 1) * 4, 4)
+    labels = mask_tokens(windows, generator(0, "mask", 0, number), 0.02, job.corpus.vocab_size)[1]
+    return all((row != IGNORED).any() for row in labels)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_workers_that_start_from_different_weights_are_told_the_layer(name: str) -> None:
+    recipe = resolve(tiny(optimizer__name=name))[0]
+
+    def work(comm: Comm) -> None:
+        job = Job(recipe, comm, CPU, prepare(recipe, comm))
+        if comm.rank == 1:
+            job.model.bert.embeddings.LayerNorm.weight.data[3] += 1e-6
+        job.train(None, None)
+
+    with pytest.raises(
+        MismatchError, match=r"parameters differ.*bert\.embeddings\.LayerNorm\.weight is .* on worker 1"
+    ):
+        onebit.run_workers(2, work)
+
+
+@pytest.mark.parametrize("name", ["lamb", "onebit-lamb", "adamw"])
+def test_replicas_that_come_apart_stop_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_step = Job._step
+
+    def step(job: Job, number: int) -> Any:
+        done = whole_step(job, number)
+        if (number, job.comm.rank) == (3, 1):
+            job.model.bert.embeddings.LayerNorm.weight.data[3] += 0.01
+        return done
+
+    monkeypatch.setattr(Job, "_step", step)
+    with pytest.raises(MismatchError, match=r"replicas after step 6 differ .*: bert\.embeddings\.LayerNorm\.weight is"):
+        run_virtual(tiny(optimizer__name=name), tmp_path / "out", silent())
+    assert not (tmp_path / "out").exists()
+
+
+def test_sixty_steps_send_what_the_papers_ratio_promises(tmp_path: Path) -> None:
+    recipe = tiny(
+        model__hidden_size=96, optimizer__freeze_step=0.17, train__steps=60, train__micro_batch=1,
+        data__sequence_length=16, train__eval_every=60,
+    )  # fmt: skip
+    summary = run_virtual(recipe, tmp_path / "out", silent())
+    assert summary.share_of_16bit <= 1 / 4.4
+    assert summary.compressed_share_of_16bit <= 1 / 15
+
+
 @pytest.mark.parametrize("name", ["lamb", "onebit-lamb", "adamw"])
 def test_a_run_that_goes_to_nan_is_stopped_with_the_reason(name: str, tmp_path: Path) -> None:
     recipe = tiny(optimizer__name=name, optimizer__lr=1e30, optimizer__lr_for={}, train__steps=40, train__lr_warmup=0)
     with pytest.raises(ConfigError, match=r"has not been finite for 20 steps.*lower optimizer\.lr"):
         run_virtual(recipe, tmp_path / "out", silent())
     assert not (tmp_path / "out").exists()
+    text = (tmp_path / "out.partial" / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert any(line.get("loss", 0) is None for line in read_metrics(tmp_path / "out.partial" / "metrics.jsonl"))
+
+
+def test_numbers_that_are_not_finite_are_null_in_files_and_cope_in_tables_and_plots(
+    done: tuple[Path, Summary], tmp_path: Path
+) -> None:
+    lost = dataclasses.replace(done[1], eval_loss=math.nan)
+    output = Output(tmp_path / "out")
+    output.create()
+    output.write_json("summary.json", dataclasses.asdict(lost))
+    with Metrics(output.folder / "metrics.jsonl") as metrics:
+        for step, loss in enumerate([math.inf, 2.0, math.nan, 1.0], start=1):
+            metrics.write(step=step, stage="compressed", loss=loss, payload_total=step)
+        metrics.write(step=4, eval_loss=math.nan, payload_total=4)
+    text = (output.folder / "metrics.jsonl").read_text()
+    assert [json.loads(line)["loss"] for line in text.splitlines()[:4]] == [None, 2.0, None, 1.0]
+    assert not {"NaN", "Infinity"} & {*text.split(), *(output.folder / "summary.json").read_text().split()}
+    assert math.isnan(read_summary(output.folder).eval_loss)
+    report.plot({"a": read_metrics(output.folder / "metrics.jsonl")}, [tmp_path / "plot.png"])
+    rows = report.comparison_rows([lost, done[1], lost])
+    assert rows[0]["eval_loss"] is None
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in (report.comparison_table(rows), report.comparison_table(rows[1:]), report.summary_table(lost)):
+        console.print(table)
+    assert console.export_text().count("not finite") == 4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_one_sentence() -> None:
+    message = r"'/dev/full' cannot be written: No space left on device; make room"
+    with pytest.raises(ConfigError, match=message), Metrics(Path("/dev/full")) as metrics:
+        metrics.write(step=1)
+
+
+def test_the_reason_for_a_device_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert choose_device(0, 2) == (CPU, "cpu (this torch has no NCCL, which 2 GPUs would need to talk to each other)")
+    assert choose_device(0, 3) == (CPU, "cpu (3 workers here, only 2 GPUs)")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert choose_device(1, 2)[0] == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(0, 1) == (CPU, "cpu (no CUDA device)")
+
+
+def test_steps_are_timed_after_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve(tiny())[0]
+    job = Job(recipe, Solo(), CPU, prepare(recipe, Solo()))
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    job._step(1)
+    assert waited == []
+    job.device = torch.device("cuda", 1)
+    assert job._now() > 0
+    assert waited == [job.device]
 
 
 def test_workers_with_different_recipes_are_told_the_first_difference(tmp_path: Path) -> None:
@@ -210,6 +355,9 @@ def test_an_output_folder_with_something_in_it_is_kept_unless_overwritten(tmp_pa
     (out / "mine").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
         check_out(out, overwrite=False)
+    with pytest.raises(ConfigError, match=r"holds neither summary\.json nor compare\.json; --overwrite replaces only"):
+        check_out(out, overwrite=True)
+    (out / "summary.json").write_text("{}")
     check_out(out, overwrite=True)
     output = Output(out)
     output.create()
