@@ -2,7 +2,8 @@
 
 A block is a run of elements that shares one scale. `scale="layer"`: one block per layer in each chunk;
 `"block"`: the same, cut after `block_elements`; `"bucket"`: one scale for a whole buffer, the paper's way, on the
-worker side the bucket and on the server side the chunk. Padding belongs to no block and decodes to zero (DEV-9, DEV-14).
+worker side the bucket and on the server side the chunk. Padding belongs to no block and decodes to
+zero (DEV-9, DEV-14).
 
 A message, one per chunk, is what travels: [header | scales | bits | fill], uint8.
   header  one number in the scales' dtype: how many dead elements ask to wake (see `exchange`)

@@ -1,6 +1,5 @@
 """Run several optimizers on the same data, seed and order, and set them side by side."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +61,7 @@ def compare(recipes: Sequence[Recipe], out: Path, virtual: bool, quiet: bool, ov
     """
     check_out(out, overwrite)
     output = Output(out)
-    shutil.rmtree(output.folder, ignore_errors=True)
+    output.clear()
     folders: dict[str, Path] = {recipe.optimizer.name: output.folder / recipe.optimizer.name for recipe in recipes}
     summaries = perform(list(zip(recipes, folders.values(), strict=True)), virtual, quiet)
     rows = comparison_rows(summaries)

@@ -61,6 +61,11 @@ class Job:
                 if metrics and display:
                     metrics.write(step=number, eval_loss=self.eval_loss, payload_total=self.payload_bytes())
                     display.evaluated(number, train.steps, self.eval_loss)
+        if not math.isfinite(self.eval_loss):
+            raise ConfigError(
+                f"the held-out loss is {self.eval_loss} at the end, with {self.recipe.optimizer.name} at lr "
+                f"{self.recipe.lr:g}; lower optimizer.lr or lengthen train.lr_warmup"
+            )
 
     @property
     def eval_every(self) -> int:

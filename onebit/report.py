@@ -94,6 +94,10 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}; make room") from None
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # what saving a model raises when the disk is full
+            raise
+        raise ConfigError(f"{str(path)!r} cannot be written: {error}; make room") from None
 
 
 def to_json(content: Any) -> Any:
@@ -103,6 +107,9 @@ def to_json(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [to_json(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+MARK = ".onebit-partial"  # in a folder that a run is filling
 
 
 class Output:
@@ -116,14 +123,29 @@ class Output:
         self.folder = self.final.with_name(self.final.name + ".partial")
 
     def create(self) -> None:
-        """Make the folder, in place of the remains of an earlier run."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Make the folder, in place of the remains of an earlier run, and of nothing else.
+
+        Raises:
+            ConfigError: what is in the way is not ours, or the folder cannot be made.
+        """
+        self.clear()
         try:
             self.folder.mkdir(parents=True)
+            (self.folder / MARK).touch()
         except OSError as error:
             raise ConfigError(
                 f"output folder {str(self.folder)!r} cannot be made: {error.strerror or error}; change --out"
             ) from None
+
+    def clear(self) -> None:
+        """Remove what an earlier run or comparison left; ConfigError if something else is there."""
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            ours = (found.name in (MARK, SUMMARY) for found in (*self.folder.glob("*"), *self.folder.glob("*/*")))
+            if not any(ours):
+                raise ConfigError(
+                    f"{str(self.folder)!r} is in the way and is not what an earlier run left; move it, or change --out"
+                )
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_json(self, name: str, content: object) -> None:
         """Write one JSON file into the folder."""
@@ -132,6 +154,7 @@ class Output:
 
     def publish(self) -> None:
         """Move the folder to its final place, instead of what is there."""
+        (self.folder / MARK).unlink(missing_ok=True)
         if not self.final.exists():
             self.folder.rename(self.final)
             return

@@ -32,6 +32,7 @@ CLS, SEP, MASK = 2, 3, 4  # positions in SPECIAL_TOKENS, hence their ids
 FIRST_ORDINARY = len(SPECIAL_TOKENS)
 IGNORED = -100  # the label that cross entropy leaves out
 DOCUMENT_CHARACTERS = 2000
+LONGEST = 2
 ALPHABET_LIMIT = 1000
 
 
@@ -90,6 +91,8 @@ def text_files(paths: Iterable[str]) -> list[Path]:
     """
     found: list[Path] = []
     for name in paths:
+        if not name:
+            raise ConfigError("text '' is an empty path; leave it out for the default text, or give a file or folder")
         path = Path(name)
         try:
             if path.is_dir():
@@ -97,8 +100,10 @@ def text_files(paths: Iterable[str]) -> list[Path]:
                 if not inside:
                     raise ConfigError(f"text folder {name!r} holds no file; give a folder with UTF-8 text files")
                 found += inside
-            elif path.exists():
+            elif path.is_file():
                 found.append(path)
+            elif path.exists():
+                raise ConfigError(f"text {name!r} is neither a file nor a folder; give a UTF-8 text file or a folder")
             else:
                 raise ConfigError(f"text {name!r} does not exist; give the path of a UTF-8 text file or of a folder")
         except OSError as error:  # such as no permission, or a name that is too long
@@ -131,19 +136,21 @@ def read_texts(paths: Sequence[str]) -> list[str]:
 
 
 def split_documents(texts: Iterable[str]) -> list[str]:
-    """Cut texts at blank lines into documents of about DOCUMENT_CHARACTERS, so that there are some to hold out."""
+    """Cut texts into documents of about DOCUMENT_CHARACTERS, so that there are some to hold out.
+
+    A document ends at a blank line, or at the end of any line once it is LONGEST times as long as wanted.
+    """
     documents: list[str] = []
     for text in texts:
-        part: list[str] = []
+        lines: list[str] = []
         length = 0
-        for paragraph in text.replace("\r\n", "\n").split("\n\n"):
-            part.append(paragraph)
-            length += len(paragraph)
-            if length >= DOCUMENT_CHARACTERS:
-                documents.append("\n\n".join(part))
-                part, length = [], 0
-        if length:
-            documents.append("\n\n".join(part))
+        for line in text.splitlines():
+            lines.append(line)
+            length += len(line)
+            if length >= DOCUMENT_CHARACTERS * (LONGEST if line.strip() else 1):
+                documents.append("\n".join(lines))
+                lines, length = [], 0
+        documents.append("\n".join(lines))
     return [document for document in documents if document.strip()]
 
 

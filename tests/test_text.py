@@ -214,3 +214,22 @@ def test_draws_leave_the_global_generator_alone(corpus: text.Corpus) -> None:
     windows = text.Windows(corpus.stream, 32, seed=0).take(0, 4)
     text.mask_tokens(windows, text.generator(0), 0.15, corpus.vocab_size)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["One sentence a line.\n" * 2000, "One.\r" * 9000, "A paragraph of some length.\n \n" * 900],
+    ids=["no blank lines", "old line ends", "blank lines with a space"],
+)
+def test_text_of_any_layout_has_documents_to_hold_out(written):
+    documents = text.split_documents([written])
+    assert len(documents) > 5
+    assert "".join("".join(documents).split()) == "".join(written.split())
+
+
+def test_a_path_that_is_no_file_and_an_empty_one_are_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="neither a file nor a folder"):
+        text.text_files([str(tmp_path / "pipe")])
+    with pytest.raises(ConfigError, match="empty path"):
+        text.text_files([""])

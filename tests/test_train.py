@@ -113,7 +113,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(done: tuple[P
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns_alone(name: str, tmp_path: Path) -> None:
-    recipe = tiny(optimizer__name=name, train__steps=8, train__accumulation=2, train__lr_warmup=0)
+    recipe = tiny(optimizer__name=name, train__steps=20, train__accumulation=2, train__lr_warmup=0)
     summary = run_alone(recipe, tmp_path / "out", silent())
     steps = [line for line in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in line]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
@@ -368,3 +368,15 @@ def test_an_output_folder_with_something_in_it_is_kept_unless_overwritten(tmp_pa
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):
         check_out(tmp_path / "file", overwrite=True)
+
+
+def test_what_is_not_ours_is_never_removed(tmp_path):
+    kept = tmp_path / "run.partial" / "notes"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    with pytest.raises(ConfigError, match="is in the way"):
+        Output(tmp_path / "run").create()
+    assert kept.read_text() == "mine"
+    kept.unlink()
+    Output(tmp_path / "run").create()
+    Output(tmp_path / "run").create()  # in place of the remains of the first
