@@ -116,7 +116,8 @@ def test_every_optimizer_learns_alone(name: str, tmp_path: Path) -> None:
     recipe = tiny(optimizer__name=name, train__steps=20, train__accumulation=2, train__lr_warmup=0)
     summary = run_alone(recipe, tmp_path / "out", silent())
     steps = [line for line in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in line]
-    assert steps[-1]["loss"] < steps[0]["loss"] - 0.05
+    losses = [line["loss"] for line in steps]
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.2  # of single batches, so averaged
     assert summary.payload_bytes == 0
     assert summary.share_of_16bit is None
     assert summary.workers == 1
