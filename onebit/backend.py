@@ -1,7 +1,8 @@
 """The work on one bucket, behind one contract with several back-ends; here the one in plain torch.
 
 `TorchBackend` puts the functions of `lamb.py` and the codec together, one readable operation after the other, and is
-the definition: `native_backend.NativeBackend` must give the same bits and, up to the order of sums, the same numbers.
+the definition: `native_backend.NativeBackend` and `triton_backend.TritonBackend` must give the same bits and, up to the
+order of sums, the same numbers.
 A back-end never talks to other workers and never decides anything; `optim.py` and `compressed.py` do.
 """
 
@@ -68,8 +69,8 @@ class Backend(Protocol):
 
     def warmup_measure(
         self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
-    ) -> tuple[lamb.Norms, bool]:
-        """The norms of the coming warm-up step, and whether the square of g is finite. Changes nothing."""
+    ) -> tuple[lamb.Norms, bool | Tensor]:
+        """The norms of the coming warm-up step, and whether the square of g is finite (bool []). Changes nothing."""
 
     def warmup_apply(
         self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor

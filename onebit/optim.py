@@ -365,6 +365,10 @@ class Lamb(torch.optim.Optimizer):
             from onebit.native_backend import NativeBackend  # imports the compiled module
 
             return NativeBackend(layout)
+        if self._kernels == "triton":
+            from onebit.triton_backend import TritonBackend  # imports triton
+
+            return TritonBackend(layout, self._device)
         return TorchBackend(layout, self._dtype, self._device)
 
     def _add_flat(self, name: str) -> Tensor:

@@ -1,5 +1,11 @@
-"""One torch thread for every test: workers share the machine, and results do not depend on its cores."""
+"""One torch thread for every test: workers share the machine, and results do not depend on its cores.
+
+Triton decides when it is imported whether kernels are interpreted, so that is said before anything can import it.
+"""
+
+import os
 
 import torch
 
+os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
