@@ -3,40 +3,46 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 
 .PHONY: help install demo format check test bench sanitize clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-install: $(READY)  ## make .venv with the package and its tools, versions pinned by constraints.txt
+install: $(TOOLS)  ## make .venv with the package and its tools, versions pinned by constraints.txt
 
 $(READY): pyproject.toml constraints.txt $(wildcard native/*)
 	$(PYTHON) -c 'import sys; sys.exit("the pinned versions need Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test,check]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train]'
+	touch $@
+
+$(TOOLS): $(READY)
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["test"], *extras["check"], sep="\n")' > $(VENV)/tools.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement $(VENV)/tools.txt
 	touch $@
 
 demo: $(READY)  ## LAMB against 1-bit LAMB: four workers, a small BERT, real text; under 6 minutes on 2 cores
 	$(BIN)/onebit compare recipes/demo.toml --out runs/demo --overwrite
 
-format: $(READY)  ## rewrite the code in the agreed style
+format: $(TOOLS)  ## rewrite the code in the agreed style
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
-check: $(READY)  ## style, types and the order of the layers
+check: $(TOOLS)  ## style, types and the order of the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(READY)  ## all tests; ARGS=... is passed to pytest
+test: $(TOOLS)  ## all tests; ARGS=... is passed to pytest
 	$(BIN)/pytest $(ARGS)
 
 bench: $(READY)  ## time the optimizer step against a copy of the same memory
 	$(BIN)/onebit bench $(ARGS)
 
-sanitize: $(READY)  ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: $(TOOLS)  ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake -S native -B build/asan -DONEBIT_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	cmake --build build/asan
 	cp build/asan/_native*.so onebit/kernels/
