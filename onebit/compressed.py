@@ -311,7 +311,7 @@ class OneBitLamb(Lamb):
         for mean in means:
             mean.serve()
         gathered = [mean.gather() for mean in means]
-        if not all(bool(mean.finite) for mean in means):
+        if not all(bool(mean.usable) for mean in means):
             self._skip()
             return
         self._steps += 1

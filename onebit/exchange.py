@@ -6,7 +6,7 @@ For one bucket, worker i of n, after 1-bit Adam (arXiv 2102.02888, Algorithm 1) 
   2. server:  A = mean over workers of the decoded chunk + server error; signs and scales -> all_gather
   3. everyone: decode. All workers now hold the same bits.
 
-Errors are committed only afterwards, when every scale that came back is known to be finite, and its square too:
+Errors are committed only afterwards, when every scale that came back is known to be finite:
 worker error = input - decode(own messages), server error = A - decode(own reply). So a nan or inf on one worker,
 which makes its scale non-finite and with it the scale of every server that used it, is seen by all and poisons
 nothing (DEV-13, DEV-15). Conservation, for every bucket and any number of steps:
@@ -164,11 +164,13 @@ class BucketMean:
     def gather(self) -> Tensor:
         """Phase 3: the messages of all chunks, uint8 [workers, message_bytes], equal to the bit on all workers.
 
-        Sets `finite`, a bool tensor, and `headers`.
+        Sets the bool tensors `finite`, whether all scales are, and `usable`, whether their squares are too with `ROOM`;
+        and `headers`.
         """
         gathered = self._pending.wait()
-        largest = self._codec.all_scales(gathered) * ROOM
-        self.finite = torch.isfinite(largest * largest).all()
+        scales = self._codec.all_scales(gathered)
+        self.finite = torch.isfinite(scales).all()
+        self.usable = torch.isfinite((scales * ROOM).square()).all()
         self.headers = self._codec.header(gathered)
         return gathered
 

@@ -28,7 +28,7 @@ def root(v):
     return v.double().sqrt().float()
 
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=30, deadline=None)
 
 
 def blended(w: World, g, m, scale, error, factor):
