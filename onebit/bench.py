@@ -63,6 +63,7 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        kernels = onebit.kernels.choose(torch.device("cpu"), torch.float32)
         steps = _steps(shapes)
         source, target = torch.rand(count), torch.zeros(count)
         times = _interleaved({"copy": lambda: target.copy_(source), **steps}, rounds)
@@ -76,8 +77,13 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, Any]:
         if floor is not None:
             rows[name]["gb_per_s"] = floor * count / seconds / 1e9
             rows[name]["floor_ratio"] = seconds / (floor * count / speed)
-    kernels = onebit.kernels.choose(torch.device("cpu"), torch.float32)
-    return {"elements": count, "threads": threads, "rounds": rounds, "kernels": " ".join(kernels), "rows": rows}
+    return {
+        "elements": count,
+        "threads": threads,
+        "rounds": rounds,
+        "kernels": "{} ({})".format(*kernels),
+        "rows": rows,
+    }
 
 
 def _parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
