@@ -104,9 +104,6 @@ def cases(args: argparse.Namespace) -> list[Case]:
 def kernels(t: int) -> dict[str, Callable[[Case], object]]:
     """Every kernel as a function of a case, with t threads."""
 
-    def frozen(c: Case) -> object:
-        return native.adam_apply(c.plan, c.hyper, c.x, c.momentum, c.v_frozen, threads=t)
-
     return {
         "worker_encode": lambda c: native.worker_encode(
             c.plan, c.grads, c.hyper, c.momentum, c.error, c.sent.bits, threads=t
@@ -123,12 +120,11 @@ def kernels(t: int) -> dict[str, Callable[[Case], object]]:
         "lamb_measure": lambda c: native.lamb_measure(
             c.plan, c.hyper, c.x, c.momentum, c.sent, c.v_frozen, c.v_fresh, step=1, threads=t
         ),
-        "lamb_apply": lambda c: native.lamb_apply(c.plan, c.hyper, c.x, c.momentum, c.v_frozen, c.step, threads=t),
-        "adam_apply": frozen,
-        "lamb_warmup_measure": lambda c: native.lamb_warmup_measure(
+        "apply": lambda c: native.apply(c.plan, c.hyper, c.x, c.momentum, c.v_frozen, c.step, threads=t),
+        "warmup_measure": lambda c: native.warmup_measure(
             c.plan, c.hyper, c.x, c.flat["g"], c.flat["m"], c.flat["v"], threads=t
         ),
-        "lamb_warmup_apply": lambda c: native.lamb_warmup_apply(
+        "warmup_apply": lambda c: native.warmup_apply(
             c.plan, c.hyper, c.x, c.flat["g"], c.flat["m"], c.flat["v"], c.step, threads=t
         ),
         "decode": lambda c: native.decode(c.plan, c.momentum, c.flat["g"], threads=t),
@@ -137,9 +133,9 @@ def kernels(t: int) -> dict[str, Callable[[Case], object]]:
 
 COMPRESSED = ["worker_encode", "worker_commit", "server_encode", "server_commit"]
 STEPS = {
-    "1-bit LAMB step": [*COMPRESSED, "lamb_measure", "lamb_apply"],
-    "1-bit Adam step": [*COMPRESSED, "adam_apply"],
-    "warm-up LAMB step": ["lamb_warmup_measure", "lamb_warmup_apply"],
+    "1-bit LAMB step": [*COMPRESSED, "lamb_measure", "apply"],
+    "1-bit Adam step": [*COMPRESSED, "apply"],
+    "warm-up LAMB step": ["warmup_measure", "warmup_apply"],
 }
 
 
@@ -154,10 +150,9 @@ def floors(args: argparse.Namespace) -> dict[str, float]:
         "server_encode": 0.125 + (4 + 0.125) / n,
         "server_commit": 0.125 + (8 + 0.125) / n,
         "lamb_measure": 2 * v + v + p + 0.25,
-        "lamb_apply": 2 * p + v + 0.125,
-        "adam_apply": 2 * p + v + 0.125,
-        "lamb_warmup_measure": 12 + p,
-        "lamb_warmup_apply": 20 + 2 * p,
+        "apply": 2 * p + v + 0.125,
+        "warmup_measure": 12 + p,
+        "warmup_apply": 20 + 2 * p,
         "decode": 4.125,
         "1-bit LAMB step": p + 2 * e + 0.5 + 8 / n + 3 * v + p + 2 * p + v,
         "1-bit Adam step": p + 2 * e + 0.5 + 8 / n + 2 * p + v + 0.125,

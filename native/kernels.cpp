@@ -13,7 +13,7 @@ namespace onebit::ONEBIT_ISA {
 extern const Kernels table;
 const Kernels table = {
     ONEBIT_NAME(ONEBIT_ISA), worker_encode, worker_commit, server_encode, server_commit,  decode,       gather,
-    lamb_measure,            lamb_apply,    adam_apply,    warmup_measure, warmup_apply, sum_squares,
+    lamb_measure,            apply,    warmup_measure, warmup_apply, sum_squares,
 };
 
 }  // namespace onebit::ONEBIT_ISA

@@ -84,51 +84,25 @@ inline void lamb_measure(const LambMeasureArgs& k) {
   });
 }
 
-// x = update(x, update.m / (sqrt(v) + eps)) for every parameter, update = constants(...) of its piece
-template <class Constants>
-inline void apply(const ApplyArgs& k, const Constants& constants) {
+// x -= step * (m / (sqrt(v) + eps) + weight_decay * x)
+inline void apply(const ApplyArgs& k) {
   for_tiles(k.plan, k.threads, [&](const Tile& t) {
     Stage frozen_stage, x_stage, room;
     const float* frozen = flat_of(k.plan, k.frozen, t, frozen_stage);
     const uint8_t *bits = bits_of(k.now, t), *alive = mask_of(k.now.alive, t);
     for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t at) {
-      const float momentum = k.now.scales[p.block] / of_layer(k.layer_scale, p);
-      const auto update = constants(k.hyper[p.layer], p, momentum);
-      const V8 eps = splat(static_cast<float>(k.hyper[p.layer].eps));
+      const Hyper& h = k.hyper[p.layer];
+      const V8 m = splat(k.now.scales[p.block] / of_layer(k.layer_scale, p)), eps = splat(static_cast<float>(h.eps));
+      const V8 wd = splat(static_cast<float>(h.weight_decay)), step = splat(k.step[p.layer]);
       const float* x = values_of(k.x, p, x_stage);
       float* to = room_for(k.x, p, room);
       for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
-        const V8 below = root(lanes.load(frozen + i)) + eps;
-        const V8 step = signed8(bits, alive, i, update.m) / below;
-        lanes.store(to + (i - at), update(lanes.load(x + (i - at)), step));
+        const V8 direction = signed8(bits, alive, i, m) / (root(lanes.load(frozen + i)) + eps);
+        const V8 parameter = lanes.load(x + (i - at));
+        lanes.store(to + (i - at), parameter - (direction + parameter * wd) * step);
       });
       put_back(k.x, p, room);
     });
-  });
-}
-
-struct LambUpdate {
-  V8 m, wd, step;
-  V8 operator()(V8 x, V8 direction) const { return x - (direction + x * wd) * step; }
-};
-
-struct AdamUpdate {
-  V8 m, keep;  // m: the momentum times the learning rate
-  V8 operator()(V8 x, V8 step) const { return x * keep - step; }
-};
-
-// x -= step * (m / (sqrt(v) + eps) + weight_decay * x)
-inline void lamb_apply(const ApplyArgs& k) {
-  apply(k, [&](const Hyper& h, const Piece& p, float momentum) {
-    return LambUpdate{splat(momentum), splat(static_cast<float>(h.weight_decay)), splat(k.step[p.layer])};
-  });
-}
-
-// x = x * (1 - lr * weight_decay) - lr * m / (sqrt(v) + eps)
-inline void adam_apply(const ApplyArgs& k) {
-  apply(k, [&](const Hyper& h, const Piece&, float momentum) {
-    return AdamUpdate{splat(static_cast<float>(h.lr) * momentum),
-                      splat(static_cast<float>(1.0 - h.lr * h.weight_decay))};
   });
 }
 

@@ -115,11 +115,17 @@ static void lamb_measure(const Plan& plan, Address hyper, const List& x, const S
   sum_layers(plan, update_of.get(), at<double>(update));
 }
 
-static bool warmup_measure(const Plan& plan, Address hyper, const List& x, Address g, Address m, Address v,
-                           Address direction, Address update, Address weight, int threads) {
+// g is [numel]; or 0, and `grads` holds one tensor per layer.
+static Values gradients(const Plan& plan, Address g, const List& grads) {
+  return g != 0 ? Values{} : grads.for_plan(plan);
+}
+
+static bool warmup_measure(const Plan& plan, Address hyper, const List& x, Address g, const List& grads, Address m,
+                           Address v, Address direction, Address update, Address weight, int threads) {
   const auto direction_of = per_piece(plan), update_of = per_piece(plan), weight_of = per_piece(plan);
   const auto bad = std::make_unique<uint8_t[]>(plan.pieces.size());
-  kernels().warmup_measure({plan, at<Hyper>(hyper), x.for_plan(plan), at<float>(g), at<float>(m), at<float>(v), nullptr,
+  kernels().warmup_measure({plan, at<Hyper>(hyper), x.for_plan(plan), at<float>(g), gradients(plan, g, grads), at<float>(m),
+                            at<float>(v), nullptr,
                             direction_of.get(), update_of.get(), weight_of.get(), bad.get(), threads});
   const std::pair<Address, const double*> results[] = {
       {direction, direction_of.get()}, {update, update_of.get()}, {weight, weight_of.get()}};
@@ -183,26 +189,20 @@ NB_MODULE(_native, m) {
         },
         Free());
   m.def("lamb_measure", lamb_measure, Free());
-  m.def("lamb_apply",
+  m.def("apply",
         [](const Plan& plan, Address hyper, const List& x, const Signs& now, Address layer_scale, const Flat& frozen,
            Address step, int threads) {
-          kernels().lamb_apply({plan, at<Hyper>(hyper), x.for_plan(plan), now, at<float>(layer_scale), frozen,
+          kernels().apply({plan, at<Hyper>(hyper), x.for_plan(plan), now, at<float>(layer_scale), frozen,
                                 at<float>(step), threads});
-        },
-        Free());
-  m.def("adam_apply",
-        [](const Plan& plan, Address hyper, const List& x, const Signs& now, Address layer_scale, const Flat& frozen,
-           int threads) {
-          kernels().adam_apply(
-              {plan, at<Hyper>(hyper), x.for_plan(plan), now, at<float>(layer_scale), frozen, nullptr, threads});
         },
         Free());
   m.def("warmup_measure", warmup_measure, Free());
   m.def("warmup_apply",
-        [](const Plan& plan, Address hyper, const List& x, Address g, Address momentum, Address v, Address step,
-           int threads) {
-          kernels().warmup_apply({plan, at<Hyper>(hyper), x.for_plan(plan), at<float>(g), at<float>(momentum),
-                                  at<float>(v), at<float>(step), nullptr, nullptr, nullptr, nullptr, threads});
+        [](const Plan& plan, Address hyper, const List& x, Address g, const List& grads, Address momentum, Address v,
+           Address step, int threads) {
+          kernels().warmup_apply({plan, at<Hyper>(hyper), x.for_plan(plan), at<float>(g), gradients(plan, g, grads),
+                                  at<float>(momentum), at<float>(v), at<float>(step), nullptr, nullptr, nullptr,
+                                  nullptr, threads});
         },
         Free());
   m.def("sum_squares", sum_squares, Free());

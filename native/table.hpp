@@ -72,14 +72,14 @@ struct LambMeasureArgs {
   int threads;
 };
 
-struct ApplyArgs {  // LAMB: x -= step * u; Adam: x = x (1 - lr wd) - lr m / (sqrt(v) + eps)
+struct ApplyArgs {  // x -= step * u
   const Plan& plan;
   const Hyper* hyper;
   Values x;
   Signs now;
   const float* layer_scale;
   Flat frozen;
-  const float* step;  // [layers], LAMB only
+  const float* step;  // [layers]
   int threads;
 };
 
@@ -87,7 +87,8 @@ struct WarmupArgs {
   const Plan& plan;
   const Hyper* hyper;
   Values x;
-  const float* g;
+  const float* g;  // [numel], or null: then `grads`
+  Values grads;
   float *m, *v;
   const float* step;  // apply only
   double *direction, *update, *weight;  // of piece, measure only
@@ -112,8 +113,7 @@ struct Kernels {
   void (*decode)(const DecodeArgs&);
   void (*gather)(const GatherArgs&);
   void (*lamb_measure)(const LambMeasureArgs&);
-  void (*lamb_apply)(const ApplyArgs&);
-  void (*adam_apply)(const ApplyArgs&);
+  void (*apply)(const ApplyArgs&);
   void (*warmup_measure)(const WarmupArgs&);
   void (*warmup_apply)(const WarmupArgs&);
   void (*sum_squares)(const SquaresArgs&);

@@ -20,6 +20,11 @@ struct Moments {
   V8 direction(V8 m, V8 v) const { return m / (root(v) + eps); }
 };
 
+// The piece's gradient.
+inline const float* gradient_of(const WarmupArgs& k, const Piece& p, Stage& stage) {
+  return k.g != nullptr ? k.g + p.at : values_of(k.grads, p, stage);
+}
+
 struct WarmupSums {  // of a piece
   Sum8 direction, update, weight;
   V8 bad = {};  // nan once the square of an element was not finite
@@ -27,14 +32,14 @@ struct WarmupSums {  // of a piece
 
 inline void warmup_measure(const WarmupArgs& k) {
   for_tiles(k.plan, k.threads, [&](const Tile& t) {
-    Stage x_stage;
+    Stage x_stage, g_stage;
     for_pieces(k.plan, t, [&](const Piece& p, int64_t number, int64_t at) {
       const Moments next(k.hyper[p.layer]);
       const V8 wd = splat(static_cast<float>(k.hyper[p.layer].weight_decay));
-      const float *x = values_of(k.x, p, x_stage), *g = k.g + t.at, *m = k.m + t.at, *v = k.v + t.at;
+      const float *x = values_of(k.x, p, x_stage), *g = gradient_of(k, p, g_stage), *m = k.m + t.at, *v = k.v + t.at;
       WarmupSums found;
       for_octets(at, p.length, found, [=](auto lanes, int64_t i, WarmupSums& own) ONEBIT_INLINE {
-        const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
+        const V8 grad = lanes.load(g + (i - at)), parameter = lanes.load(x + (i - at));
         const V8 u = lanes.keep(next.direction(next.momentum(lanes.load(m + i), grad),
                                                next.variance(lanes.load(v + i), grad)));
         own.bad += grad * grad * 0.0f;
@@ -52,14 +57,14 @@ inline void warmup_measure(const WarmupArgs& k) {
 
 inline void warmup_apply(const WarmupArgs& k) {
   for_tiles(k.plan, k.threads, [&](const Tile& t) {
-    Stage x_stage, room;
+    Stage x_stage, g_stage, room;
     for_pieces(k.plan, t, [&](const Piece& p, int64_t, int64_t at) {
       const Moments next(k.hyper[p.layer]);
       const V8 wd = splat(static_cast<float>(k.hyper[p.layer].weight_decay)), step = splat(k.step[p.layer]);
-      const float *x = values_of(k.x, p, x_stage), *g = k.g + t.at;
+      const float *x = values_of(k.x, p, x_stage), *g = gradient_of(k, p, g_stage);
       float *to = room_for(k.x, p, room), *m = k.m + t.at, *v = k.v + t.at;
       for_octets(at, p.length, [=](auto lanes, int64_t i, NoState) ONEBIT_INLINE {
-        const V8 grad = lanes.load(g + i), parameter = lanes.load(x + (i - at));
+        const V8 grad = lanes.load(g + (i - at)), parameter = lanes.load(x + (i - at));
         const V8 m_new = next.momentum(lanes.load(m + i), grad), v_new = next.variance(lanes.load(v + i), grad);
         lanes.store(m + i, m_new);
         lanes.store(v + i, v_new);

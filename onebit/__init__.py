@@ -1,9 +1,12 @@
 """1-bit LAMB and relatives: optimizers whose workers exchange one bit per parameter."""
 
 from onebit.codec import OneBit
-from onebit.compressed import PAPER, OneBitLamb
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
-from onebit.optim import Lamb, Stage
+from onebit.layerwise_rate import Lamb
+from onebit.onebit_adam import OneBitAdam
+from onebit.onebit_lamb import OneBitLamb
+from onebit.optim import Stage
+from onebit.presets import PAPER
 from onebit.version import __version__ as __version__
 from onebit.virtual import run_workers
 
@@ -15,6 +18,7 @@ __all__ = [
     "LayoutError",
     "MismatchError",
     "OneBit",
+    "OneBitAdam",
     "OneBitLamb",
     "OnebitError",
     "Stage",

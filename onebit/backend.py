@@ -9,7 +9,7 @@ A back-end never talks to other workers and never decides anything; `optim.py` a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,11 @@ from onebit import lamb
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source, TensorSource
 from onebit.kernels import unpack_bits
+from onebit.kernels.compact import round_bf16_random
 from onebit.layout import Bucket, FlatLayout, Run
+
+Gradient = Tensor | Sequence[Tensor | None]
+"""An averaged gradient: flat, [bucket], or one tensor per layer; None counts as zeros."""
 
 
 class Hypers:
@@ -57,9 +61,33 @@ class Momentum:
     mask: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class BucketStep:
+    """What the parts of one bucket's compressed step have in common.
+
+    Attributes:
+        codec: the bucket's.
+        hypers: this step's.
+        scale: momentum scales of the bucket's layers, [layers of the bucket]; None where layers have 1-bit scales.
+        number: of the update, counted from 1; the random rounding of compact state depends on it.
+        keep: bool [], whether the step counts, where only the device knows; nothing changes where it is False. None:
+            it counts.
+    """
+
+    codec: BucketCodec
+    hypers: Hypers
+    scale: Tensor | None
+    number: int
+    keep: Tensor | None = None
+
+    def keeping(self, keep: Tensor | None) -> BucketStep:
+        return replace(self, keep=keep)
+
+
 class Backend(Protocol):
     """The contract. `bucket` is one of the layout's; x and grads hold one tensor per layer of it; flat arguments are
-    slices of flat state, [bucket]; per-layer ones are [layers of the bucket]."""
+    slices of flat state, [bucket]; per-layer ones are [layers of the bucket]. Frozen and fresh variance may be bfloat16
+    where the parameters are float32; the fresh one is rounded at random then (`compact.round_bf16_random`)."""
 
     def codec(self, bucket: Bucket, codec: OneBit) -> BucketCodec:
         """What encodes and decodes this bucket."""
@@ -68,55 +96,46 @@ class Backend(Protocol):
         """Copy the gradients into `out`, [bucket], zero in the padding; None counts as zeros."""
 
     def warmup_measure(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
+        self, bucket: Bucket, x: Sequence[Tensor], g: Gradient, m: Tensor, v: Tensor, hypers: Hypers
     ) -> tuple[lamb.Norms, bool | Tensor]:
         """The norms of the coming warm-up step, and whether the square of g is finite (bool []). Changes nothing."""
 
     def warmup_apply(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+        self,
+        bucket: Bucket,
+        x: Sequence[Tensor],
+        g: Gradient,
+        m: Tensor,
+        v: Tensor,
+        hypers: Hypers,
+        step_size: Tensor,
+        keep: Tensor | None,
     ) -> None:
-        """Take the warm-up step: m, v, then x -= step_size * u, in place."""
+        """Take the warm-up step: m, v, then x -= step_size * u, in place, where `keep`, bool [] or None, is not False.
+
+        g is a flat buffer, or one gradient per layer as autograd left it.
+        """
 
     def source(
-        self,
-        codec: BucketCodec,
-        grads: Sequence[Tensor | None],
-        momentum: Momentum | Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        mask: Tensor | None,
+        self, step: BucketStep, grads: Sequence[Tensor | None], momentum: Momentum | Tensor, mask: Tensor | None
     ) -> Source:
-        """The worker's part: what goes into the exchange.
-
-        `scale` is per layer; where `mask`, uint8 [bucket / 8] or None, has a 0 the input is zero.
-        """
+        """The worker's part: what goes into the exchange. Where `mask`, uint8 [bucket / 8] or None, has a 0 the input
+        is zero."""
 
     def measure(
         self,
-        codec: BucketCodec,
+        step: BucketStep,
         x: Sequence[Tensor],
         now: Momentum,
         before: Momentum | Tensor,
         v_frozen: Tensor,
         v_fresh: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
         form: lamb.RatioForm,
-        step: int,
     ) -> tuple[Tensor, lamb.Norms]:
         """Refresh the variance, in place; return the largest quotients, [layers], and norms: `direction` and `update`
-        equal where the weight decay is 0, `x` of no meaning. `step` counts updates, for random rounding."""
+        equal where the weight decay is 0, `x` of no meaning."""
 
-    def apply(
-        self,
-        codec: BucketCodec,
-        x: Sequence[Tensor],
-        now: Momentum,
-        v_frozen: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        step_size: Tensor,
-    ) -> None:
+    def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
         """x -= step_size * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place."""
 
     def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
@@ -140,84 +159,86 @@ class TorchBackend:
                 out[layer.start - bucket.start : layer.stop - bucket.start].view(layer.shape).copy_(grad)
 
     def warmup_measure(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
-    ) -> tuple[lamb.Norms, bool]:
-        norms = []
+        self, bucket: Bucket, x: Sequence[Tensor], g: Gradient, m: Tensor, v: Tensor, hypers: Hypers
+    ) -> tuple[lamb.Norms, bool | Tensor]:
+        norms, g = [], self._flat(bucket, g)
         for run, here, layers in self._parts(bucket):
             m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
             u, norm = lamb.direction(x[layers], m_new, v_new, run, hypers.of(run))
             norms.append((run.norms(x[layers]), norm, run.norms(u) if hypers.of(run).weight_decay else norm))
-        return _joined(norms), bool(torch.isfinite(g * g).all())
+        return _joined(norms), torch.isfinite(g * g).all()
 
     def warmup_apply(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+        self,
+        bucket: Bucket,
+        x: Sequence[Tensor],
+        g: Gradient,
+        m: Tensor,
+        v: Tensor,
+        hypers: Hypers,
+        step_size: Tensor,
+        keep: Tensor | None,
     ) -> None:
+        g = self._flat(bucket, g)
         for run, here, layers in self._parts(bucket):
             m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
-            m[here], v[here] = m_new, v_new
+            m[here], v[here] = chosen(keep, m_new, m[here]), chosen(keep, v_new, v[here])
             u, _ = lamb.direction(x[layers], m_new, v_new, run, hypers.of(run))
-            lamb.update(x[layers], u, step_size[layers], run)
+            lamb.update(x[layers], chosen(keep, u, 0.0), chosen(keep, step_size[layers], 0.0), run)
 
     def source(
-        self,
-        codec: BucketCodec,
-        grads: Sequence[Tensor | None],
-        momentum: Momentum | Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        mask: Tensor | None,
+        self, step: BucketStep, grads: Sequence[Tensor | None], momentum: Momentum | Tensor, mask: Tensor | None
     ) -> Source:
-        bucket = codec.bucket
+        bucket = step.codec.bucket
         g = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
         self.gather(bucket, grads, g)
-        m = self.momentum(codec, momentum, scale)
+        m = self.momentum(step.codec, momentum, step.scale)
         for run, here, layers in self._parts(bucket):
-            spread = None if scale is None else run.spread(scale[layers])
-            lamb.local_momentum(m[here], g[here], hypers.of(run).beta1, spread)
+            spread = None if step.scale is None else run.spread(step.scale[layers])
+            lamb.local_momentum(m[here], g[here], step.hypers.of(run).beta1, spread)
         return TensorSource(g if mask is None else g.mul_(unpack_bits(mask)))
 
     def measure(
         self,
-        codec: BucketCodec,
+        step: BucketStep,
         x: Sequence[Tensor],
         now: Momentum,
         before: Momentum | Tensor,
         v_frozen: Tensor,
         v_fresh: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
         form: lamb.RatioForm,
-        step: int,
     ) -> tuple[Tensor, lamb.Norms]:
-        m_new, m_old = self.momentum(codec, now, scale), self.momentum(codec, before, scale)
+        codec = step.codec
+        m_new, m_old = self.momentum(codec, now, step.scale), self.momentum(codec, before, step.scale)
         quotients, norms = [], []
         mask = None if now.mask is None else unpack_bits(now.mask)
         for run, here, layers in self._parts(codec.bucket):
-            hyper = hypers.of(run)
-            u, norm = lamb.direction(x[layers], m_new[here], v_frozen[here], run, hyper)
+            hyper, frozen = step.hypers.of(run), v_frozen[here].to(self._dtype)
+            u, norm = lamb.direction(x[layers], m_new[here], frozen, run, hyper)
             norms.append((norm, norm, run.norms(u) if hyper.weight_decay else norm))
             alive = None if mask is None else mask[here]
-            lamb.refresh_variance(m_new[here], m_old[here], v_fresh[here], alive, hyper)
-            quotients.append(lamb.largest_quotient(v_frozen[here], v_fresh[here], alive, run, hyper, form))
+            fresh = lamb.refreshed_variance(m_new[here], m_old[here], v_fresh[here].to(self._dtype), alive, hyper)
+            quotients.append(lamb.largest_quotient(frozen, fresh, alive, run, hyper, form))
+            if v_fresh.dtype is torch.bfloat16:
+                fresh = round_bf16_random(fresh, 0, step.number, run.start)
+            v_fresh[here] = chosen(step.keep, fresh, v_fresh[here])
         return torch.cat(quotients), _joined(norms)
 
-    def apply(
-        self,
-        codec: BucketCodec,
-        x: Sequence[Tensor],
-        now: Momentum,
-        v_frozen: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        step_size: Tensor,
-    ) -> None:
-        m = self.momentum(codec, now, scale)
-        for run, here, layers in self._parts(codec.bucket):
-            u, _ = lamb.direction(x[layers], m[here], v_frozen[here], run, hypers.of(run))
-            lamb.update(x[layers], u, step_size[layers], run)
+    def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
+        m = self.momentum(step.codec, now, step.scale)
+        for run, here, layers in self._parts(step.codec.bucket):
+            u, _ = lamb.direction(x[layers], m[here], v_frozen[here].to(self._dtype), run, step.hypers.of(run))
+            lamb.update(x[layers], chosen(step.keep, u, 0.0), chosen(step.keep, step_size[layers], 0.0), run)
 
     def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
         return decoded(codec, momentum, scale)
+
+    def _flat(self, bucket: Bucket, g: Gradient) -> Tensor:
+        if isinstance(g, Tensor):
+            return g
+        flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
+        self.gather(bucket, g, flat)
+        return flat
 
     def _parts(self, bucket: Bucket) -> list[tuple[Run, slice, slice]]:
         """The runs of a bucket, with where each lies in the bucket's elements and in its layers."""
@@ -230,6 +251,11 @@ class TorchBackend:
             )
             for run in self._runs[bucket.index]
         ]
+
+
+def chosen(keep: Tensor | None, new: Tensor, old: Tensor | float) -> Tensor:
+    """`new` where the step counts, else `old`. `keep`: bool [], or None, which stands for True."""
+    return new if keep is None else torch.where(keep, new, old)
 
 
 def decoded(codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:

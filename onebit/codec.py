@@ -173,11 +173,17 @@ class BucketCodec:
         return reply
 
     def commit_served(
-        self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None, reply: Tensor
+        self,
+        received: Tensor,
+        chunk: int,
+        error: Tensor,
+        error_factor: Tensor | None,
+        reply: Tensor,
+        keep: Tensor | None = None,
     ) -> None:
-        """error = what `serve` compressed - decode(reply), in place."""
-        served = self._served(received, chunk, error, error_factor)
-        torch.sub(served, self.decode_chunk(reply, chunk), out=error)
+        """error = what `serve` compressed - decode(reply), in place, where `keep`, bool [] or None, is not False."""
+        left = self._served(received, chunk, error, error_factor).sub_(self.decode_chunk(reply, chunk))
+        error.copy_(left if keep is None else torch.where(keep, left, error))
 
     def _served(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
         total = self.decode_chunk(received[0], chunk)

@@ -27,6 +27,7 @@ from torch import Tensor
 from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm, Pending
 from onebit.kernels import pack_bits, unpack_bits
+from onebit.kernels.compact import Int8
 from onebit.layout import Bucket, FlatLayout
 
 ROOM = 64.0
@@ -37,9 +38,10 @@ class Exchange:
     """Compressed means of the buckets of a layout; owns both errors.
 
     Attributes:
-        worker_error: [layout.numel], this worker's residual.
+        errors: this worker's residual, one per bucket: [bucket], or `Int8`.
         server_error: [layout.numel / workers], the residual of the chunks this worker serves, bucket after bucket.
         wake_wanted: whether a worker asked in the last step for its dead elements to wake.
+        some_dead: whether there are dead elements.
     """
 
     def __init__(
@@ -50,26 +52,44 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device,
         codecs: list[BucketCodec] | None = None,
+        compact: bool = False,
     ) -> None:
-        """`codecs`: one per bucket, of the same settings as `codec`, where others than the plain ones are wanted."""
+        """`codecs`: one per bucket, of the same settings as `codec`, where others than the plain ones are wanted.
+
+        `compact`: the worker errors are `Int8`; dtype must be float32 then.
+        """
         self.layout = layout
         self.comm = comm
         self.codecs = codecs or [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
-        self.worker_error = layout.zeros(dtype, device)
+        self._flat_error = None if compact else layout.zeros(dtype, device)
+        self.errors: list[Tensor | Int8] = [
+            Int8.zeros(bucket, device) if self._flat_error is None else self._flat_error[bucket.slice]
+            for bucket in layout.buckets
+        ]
         self.server_error = torch.zeros(layout.numel // layout.workers, dtype=dtype, device=device)
-        self.wake_wanted = self._some_dead = False
+        self.wake_wanted = self.some_dead = False
+
+    @property
+    def worker_error(self) -> Tensor:
+        """[layout.numel], this worker's residual; a copy where it is compact."""
+        return torch.cat([_read(error) for error in self.errors]) if self._flat_error is None else self._flat_error
+
+    def set_worker_error(self, values: Tensor) -> None:
+        """Replace this worker's residual: [layout.numel]."""
+        for error, bucket in zip(self.errors, self.layout.buckets, strict=True):
+            _write(error, values[bucket.slice], None)
 
     def set_alive(self, alive: Tensor | None) -> None:
         """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""
-        self._some_dead = alive is not None and not bool(alive.all())
+        self.some_dead = alive is not None and not bool(alive.all())
         for codec in self.codecs:
-            codec.set_alive(alive[codec.bucket.slice] if alive is not None and self._some_dead else None)
+            codec.set_alive(alive[codec.bucket.slice] if alive is not None and self.some_dead else None)
 
     @property
     def alive(self) -> Tensor | None:
         """bool [layout.numel] equal on all workers, unpacked anew at each use; None: no dead elements."""
         parts = [codec.alive for codec in self.codecs]
-        return torch.cat([part for part in parts if part is not None]) if self._some_dead else None
+        return torch.cat([part for part in parts if part is not None]) if self.some_dead else None
 
     def start(self, bucket: Bucket, source: Source | Tensor, error_factor: Tensor | None = None) -> BucketMean:
         """Begin the mean of a source over the workers.
@@ -87,7 +107,7 @@ class Exchange:
 
     def note_headers(self, headers: list[Tensor]) -> None:
         """Remember whether any worker asked for its dead elements to wake. Only asked for where some are dead."""
-        if self._some_dead:
+        if self.some_dead:
             self.wake_wanted = bool(torch.cat(headers).ne(0).any())
 
     def wake(self) -> Tensor | None:
@@ -100,8 +120,12 @@ class Exchange:
         if alive is None:
             return None
         self.wake_wanted = False
-        wanted = ~alive & self.worker_error.ne(0)
-        woken = torch.cat([self._any(wanted[bucket.slice]) for bucket in self.layout.buckets])
+        woken = torch.cat(
+            [
+                self._any(~alive[bucket.slice] & _read(error).ne(0))
+                for error, bucket in zip(self.errors, self.layout.buckets, strict=True)
+            ]
+        )
         self.set_alive(alive | woken)
         return woken
 
@@ -112,17 +136,35 @@ class Exchange:
         return unpack_bits(self.comm.all_gather(pack_bits(served)).wait()).flatten()
 
 
-class Source(Protocol):
-    """One worker's input to a compressed mean. Used once: encode, then commit or nothing."""
+def _read(error: Tensor | Int8) -> Tensor:
+    return error.read() if isinstance(error, Int8) else error
 
-    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
+
+def _write(error: Tensor | Int8, values: Tensor, keep: Tensor | None) -> None:
+    """Replace the values, where `keep`, bool [], is true; None: it is."""
+    chosen = values if keep is None else torch.where(keep, values, _read(error))
+    if isinstance(error, Int8):
+        error.write(chosen)
+    else:
+        error.copy_(chosen)
+
+
+class Source(Protocol):
+    """One worker's input to a compressed mean. Used once: encode, then commit or nothing.
+
+    Errors are [bucket], or `Int8`. `keep`, bool [], says on the device whether the step counts; None: it does.
+    """
+
+    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         """The messages of input = own value + error * error_factor: uint8 [workers, message_bytes]. Changes no state.
 
         The header says how many dead elements have an input.
         """
 
-    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
-        """error = input - decode(sent), in place."""
+    def commit(
+        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+    ) -> None:
+        """error = input - decode(sent), in place, where `keep` is true."""
 
 
 class TensorSource:
@@ -131,16 +173,19 @@ class TensorSource:
     def __init__(self, x: Tensor) -> None:
         self._input = x
 
-    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
-        self._input += error if error_factor is None else error * codec.spread_layers(error_factor, 1.0)
+    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
+        old = _read(error)
+        self._input += old if error_factor is None else old * codec.spread_layers(error_factor, 1.0)
         sent = codec.encode(self._input)
         alive = codec.alive
         if alive is not None:
             codec.header(sent)[:] = (self._input.ne(0) & ~alive).sum()
         return sent
 
-    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
-        torch.sub(self._input, codec.decode(sent), out=error)
+    def commit(
+        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+    ) -> None:
+        _write(error, self._input - codec.decode(sent), keep)
 
 
 class BucketMean:
@@ -151,7 +196,7 @@ class BucketMean:
         self._codec = exchange.codecs[bucket.index]
         self.bucket = bucket
         self._source, self._factor = source, error_factor
-        self._sent = source.encode(self._codec, self._worker_error, error_factor)
+        self._sent = source.encode(self._codec, exchange.errors[bucket.index], error_factor)
         self._pending: Pending = exchange.comm.all_to_all(self._sent)
 
     def serve(self) -> None:
@@ -178,15 +223,15 @@ class BucketMean:
         """`gather`, decoded: the mean, [bucket]."""
         return self._codec.decode(self.gather())
 
-    def commit(self) -> None:
-        """Keep what was not sent as the new errors. Call it when all buckets of the step were finite."""
-        self._source.commit(self._codec, self._worker_error, self._factor, self._sent)
-        rank = self._exchange.comm.rank
-        self._codec.commit_served(self._received, rank, self._server_error, self._factor, self._reply)
+    def commit(self, keep: Tensor | None = None) -> None:
+        """Keep what was not sent as the new errors. Call it when all buckets of the step were finite.
 
-    @property
-    def _worker_error(self) -> Tensor:
-        return self._exchange.worker_error[self.bucket.slice]
+        `keep`: bool [], whether they were, where only the device knows; nothing is changed where it is False.
+        """
+        error = self._exchange.errors[self.bucket.index]
+        self._source.commit(self._codec, error, self._factor, self._sent, keep)
+        rank = self._exchange.comm.rank
+        self._codec.commit_served(self._received, rank, self._server_error, self._factor, self._reply, keep)
 
     @property
     def _server_error(self) -> Tensor:

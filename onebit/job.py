@@ -17,7 +17,9 @@ import onebit
 from onebit.averaging import average_gradients
 from onebit.checks import fingerprints
 from onebit.comm import Comm, check_same, ring_all_reduce_bytes
+from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
+from onebit.optim import FlatOptimizer
 from onebit.recipe import Recipe
 from onebit.report import Display, Metrics, Summary
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
@@ -47,7 +49,7 @@ class Job:
     def train(self, metrics: Metrics | None, display: Display | None) -> None:
         """All steps and evaluations. `metrics` and `display` are given on worker 0."""
         train = self.recipe.train
-        if not isinstance(self.optimizer, onebit.Lamb):  # these compare the weights themselves
+        if not isinstance(self.optimizer, FlatOptimizer):  # these compare the weights themselves
             self._compare("parameters")
         self.model.train()
         for number in range(1, train.steps + 1):
@@ -89,7 +91,7 @@ class Job:
         """One optimizer step: forward and backward of each micro batch, exchange, update."""
         train, data = self.recipe.train, self.recipe.data
         began = self._now()
-        stage = self.optimizer.stage.value if isinstance(self.optimizer, onebit.OneBitLamb) else UNCOMPRESSED
+        stage = self.optimizer.stage.value if isinstance(self.optimizer, OneBitOptimizer) else UNCOMPRESSED
         lr = float(self.optimizer.param_groups[0]["lr"])
         mine = train.micro_batch * train.accumulation
         first = (number - 1) * mine * self.comm.size + self.comm.rank * mine
@@ -139,7 +141,7 @@ class Job:
         """Average the loss since the last line over steps and workers; stop when it has been nan for long."""
         since = self._steps[-((number - 1) % self.recipe.train.log_every + 1) :]
         losses = [step.loss.item() for step in since]
-        skipped = self.optimizer.stats()["skipped_steps"] if isinstance(self.optimizer, onebit.Lamb) else 0
+        skipped = self.optimizer.stats()["skipped_steps"] if isinstance(self.optimizer, FlatOptimizer) else 0
         bad = max(skipped - self._skipped_before, sum(not math.isfinite(x) for x in losses))
         self._skipped_before = skipped
         gathered = self.comm.all_gather_bytes(struct.pack("dq", sum(losses) / len(losses), bad))

@@ -163,8 +163,8 @@ def local_momentum(m: Tensor, g: Tensor, beta1: float, scale: Tensor | None) -> 
     return g if scale is None else g.mul_(scale)
 
 
-def refresh_variance(m_new: Tensor, m_old: Tensor, v_fresh: Tensor, alive: Tensor | None, hyper: Hyper) -> None:
-    """Rebuild the gradient from two momenta and let the fresh variance follow it, in place. Algorithm 1, lines 15-21.
+def refreshed_variance(m_new: Tensor, m_old: Tensor, v_fresh: Tensor, alive: Tensor | None, hyper: Hyper) -> Tensor:
+    """Rebuild the gradient from two momenta and let the fresh variance follow it. Algorithm 1, lines 15-21.
 
     Args:
         m_new, m_old: global momentum after and before this step's exchange, [numel].
@@ -172,7 +172,7 @@ def refresh_variance(m_new: Tensor, m_old: Tensor, v_fresh: Tensor, alive: Tenso
     """
     g = (m_new - m_old * hyper.beta1).div_(1 - hyper.beta1)  # [A1:15-21 rebuilt gradient]
     refreshed = v_fresh * hyper.beta2 + g * (1 - hyper.beta2) * g  # [A1:15-21 fresh variance]
-    v_fresh.copy_(refreshed if alive is None else torch.where(alive, refreshed, v_fresh))
+    return refreshed if alive is None else torch.where(alive, refreshed, v_fresh)
 
 
 def largest_quotient(
@@ -224,11 +224,24 @@ def update(x: Sequence[Tensor], u: Tensor, step_size: Tensor, run: Run) -> None:
     run.subtract(x, u.mul_(run.spread(step_size.to(u.dtype))))
 
 
-def prepare_late_layers(
+def implied_variance(m: Tensor, v_frozen: Tensor, run: Run, hyper: Hyper) -> Tensor:
+    """The variance of layers that had no gradient in the warm-up, from their first momentum (DEV-8).
+
+    It is the square of the gradient that the momentum implies, rms(m) / (1 - beta1), one value for the layer; equal on
+    all workers, so no traffic is needed.
+
+    Returns:
+        [numel]; 0 where the layer has a frozen variance, or no momentum.
+    """
+    sizes = torch.tensor([max(1, layer.numel) for layer in run.layers], dtype=torch.float64, device=m.device)
+    implied = (run.norms(m) / sizes.sqrt() / (1 - hyper.beta1)) ** 2
+    return run.spread(torch.where(run.means(v_frozen) == 0, implied, 0.0).to(m.dtype))
+
+
+def late_coefficients(
     x: Sequence[Tensor],
     m: Tensor,
     v_frozen: Tensor,
-    v_fresh: Tensor | None,
     coeff_avg: Tensor,
     coeff_weight: Tensor,
     run: Run,
@@ -237,19 +250,9 @@ def prepare_late_layers(
 ) -> None:
     """Give layers that had no coefficient at the switch one from their first momentum, in place (DEV-8).
 
-    Such a layer had no gradient in the warm-up, or no weight to compare with. Where its frozen variance is zero too
-    it becomes the square of the gradient that the momentum implies, rms(m) / (1 - beta1), one value for the layer.
-    Everything here is equal on all workers, so no traffic is needed.
+    Such a layer had no gradient in the warm-up, or no weight to compare with.
     """
-    m_norm = run.norms(m)
-    late = (coeff_weight == 0) & (m_norm > 0)
-    sizes = torch.tensor([max(1, layer.numel) for layer in run.layers], dtype=torch.float64, device=m.device)
-    implied = (m_norm / sizes.sqrt() / (1 - hyper.beta1)) ** 2
-    implied = torch.where(late & (run.means(v_frozen) == 0), implied, 0.0)
-    spread = run.spread(implied.to(m.dtype))
-    v_frozen.copy_(torch.where(spread > 0, spread, v_frozen))
-    if v_fresh is not None:
-        v_fresh.copy_(torch.where(spread > 0, spread, v_fresh))
+    late = (coeff_weight == 0) & (run.norms(m) > 0)
     u, _ = direction(x, m, v_frozen, run, hyper)
     coeff, defined = trust_ratio(run.norms(x), run.norms(u), rule)
     coeff_avg.copy_(torch.where(late, coeff, coeff_avg))

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import Hypers, Momentum, TorchBackend, decoded
+from onebit.backend import BucketStep, Gradient, Hypers, Momentum, TorchBackend, decoded
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
 from onebit.kernels import native
+from onebit.kernels.compact import Int8
 from onebit.layout import Bucket, FlatLayout
 
 CPU = torch.device("cpu")
@@ -46,8 +47,15 @@ class NativeCodec(BucketCodec):
         return reply
 
     def commit_served(
-        self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None, reply: Tensor
+        self,
+        received: Tensor,
+        chunk: int,
+        error: Tensor,
+        error_factor: Tensor | None,
+        reply: Tensor,
+        keep: Tensor | None = None,
     ) -> None:
+        _here(keep)
         native.server_commit(
             self.plan,
             chunk,
@@ -86,7 +94,7 @@ class NativeSource:
         self._input = (codec.plan, grads, hyper, momentum)
         self._scale = scale
 
-    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
+    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, NativeCodec)
         messages = torch.zeros(codec.bucket.workers, codec.message_bytes, dtype=torch.uint8)
         sums, asking = native.worker_encode(
@@ -108,7 +116,10 @@ class NativeSource:
         codec.header(messages)[:] = asking
         return messages
 
-    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
+    def commit(
+        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+    ) -> None:
+        _here(keep)
         assert isinstance(codec, NativeCodec)
         signs = codec.signs(sent, codec.packed_alive)
         native.worker_commit(*self._input, error, signs, layer_scale=self._scale, error_factor=error_factor)
@@ -130,87 +141,90 @@ class NativeBackend:
         native.gather(plan, _listed("gradient", grads, plan), out)
 
     def warmup_measure(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
+        self, bucket: Bucket, x: Sequence[Tensor], g: Gradient, m: Tensor, v: Tensor, hypers: Hypers
     ) -> tuple[lamb.Norms, bool]:
         plan = self._plans[bucket.index]
-        direction, update, weight, finite = native.lamb_warmup_measure(
-            plan, hypers.table(bucket), _listed("parameter", x, plan), g, m, v
+        direction, update, weight, finite = native.warmup_measure(
+            plan, hypers.table(bucket), _listed("parameter", x, plan), _gradient(g, plan), m, v
         )
         return lamb.Norms(weight.sqrt(), direction.sqrt(), update.sqrt()), finite
 
     def warmup_apply(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+        self,
+        bucket: Bucket,
+        x: Sequence[Tensor],
+        g: Gradient,
+        m: Tensor,
+        v: Tensor,
+        hypers: Hypers,
+        step_size: Tensor,
+        keep: Tensor | None,
     ) -> None:
+        _here(keep)
         plan = self._plans[bucket.index]
         listed = _listed("parameter", x, plan)
-        native.lamb_warmup_apply(plan, hypers.table(bucket), listed, g, m, v, step_size)
+        native.warmup_apply(plan, hypers.table(bucket), listed, _gradient(g, plan), m, v, step_size)
         _return(listed, x)
 
     def source(
-        self,
-        codec: BucketCodec,
-        grads: Sequence[Tensor | None],
-        momentum: Momentum | Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        mask: Tensor | None,
+        self, step: BucketStep, grads: Sequence[Tensor | None], momentum: Momentum | Tensor, mask: Tensor | None
     ) -> Source:
         if mask is not None:  # a user's mask; `compressed.py` says so in the log
-            return self._torch.source(codec, grads, momentum, hypers, scale, mask)
-        assert isinstance(codec, NativeCodec)
+            return self._torch.source(step, grads, momentum, mask)
+        codec = _own(step)
         listed = _listed("gradient", grads, codec.plan)
-        return NativeSource(codec, listed, hypers.table(codec.bucket), _kernel_view(codec, momentum), scale)
+        return NativeSource(codec, listed, step.hypers.table(codec.bucket), _kernel_view(codec, momentum), step.scale)
 
     def measure(
         self,
-        codec: BucketCodec,
+        step: BucketStep,
         x: Sequence[Tensor],
         now: Momentum,
         before: Momentum | Tensor,
         v_frozen: Tensor,
         v_fresh: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
         form: lamb.RatioForm,
-        step: int,
     ) -> tuple[Tensor, lamb.Norms]:
-        assert isinstance(codec, NativeCodec)
-        signs = _kernel_view(codec, now)
-        assert isinstance(signs, native.Signs)
+        codec = _own(step)
         largest, direction, update = native.lamb_measure(
             codec.plan,
-            hypers.table(codec.bucket),
+            step.hypers.table(codec.bucket),
             _listed("parameter", x, codec.plan),
-            signs,
+            codec.signs(now.messages, now.mask),
             _kernel_view(codec, before),
             v_frozen,
             v_fresh,
-            step=step,
-            layer_scale=scale,
+            step=step.number,
+            layer_scale=step.scale,
             form=form,
         )
         return largest, lamb.Norms(update, direction.sqrt(), update.sqrt())
 
-    def apply(
-        self,
-        codec: BucketCodec,
-        x: Sequence[Tensor],
-        now: Momentum,
-        v_frozen: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        step_size: Tensor,
-    ) -> None:
-        assert isinstance(codec, NativeCodec)
-        signs = _kernel_view(codec, now)
-        assert isinstance(signs, native.Signs)
+    def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
+        codec = _own(step)
         listed = _listed("parameter", x, codec.plan)
-        table = hypers.table(codec.bucket)
-        native.lamb_apply(codec.plan, table, listed, signs, v_frozen, step_size, layer_scale=scale)
+        signs, table = codec.signs(now.messages, now.mask), step.hypers.table(codec.bucket)
+        native.apply(codec.plan, table, listed, signs, v_frozen, step_size, layer_scale=step.scale)
         _return(listed, x)
 
     def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
         return decoded(codec, momentum, scale)
+
+
+def _own(step: BucketStep) -> NativeCodec:
+    _here(step.keep)
+    assert isinstance(step.codec, NativeCodec)
+    return step.codec
+
+
+def _here(keep: Tensor | None) -> None:
+    """On the CPU the verdict on a step is known before anything is changed."""
+    if keep is not None:
+        raise AssertionError("the native kernels were given a verdict to look at; the host must look at it")
+
+
+def _gradient(g: Gradient, plan: native.Plan) -> Tensor | native.TensorList:
+    return g if isinstance(g, Tensor) else _listed("gradient", g, plan)
 
 
 def _kernel_view(codec: NativeCodec, momentum: Momentum | Tensor) -> native.Signs | Tensor:

@@ -1,7 +1,10 @@
-"""`Lamb`, and what every optimizer here shares: an ordinary torch.optim.Optimizer without an engine.
+"""What every optimizer here shares: an ordinary torch.optim.Optimizer without an engine.
 
 It holds what torch asks of an optimizer (groups, closure, state) and the order of a step; the arithmetic is in
 `lamb.py`. State is flat, one buffer per kind; `state[p]` holds views of it.
+
+On an accelerator the host never waits for a step: whether it counted is decided on the device, and the host learns of
+it at the next step (`_settle`).
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +20,10 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import Transport, mean_over_workers
-from onebit.backend import Backend, Hypers, TorchBackend
+from onebit.backend import Backend, Gradient, Hypers, TorchBackend
 from onebit.checks import check_group, check_in, check_parameters, check_structure, fingerprints
 from onebit.comm import Comm, check_same, default_comm
+from onebit.deferred import Deferred
 from onebit.errors import ConfigError
 from onebit.kernels import choose
 from onebit.layout import FlatLayout
@@ -40,45 +44,10 @@ class Stage(enum.Enum):
     COMPRESSED = "compressed"
 
 
-class Lamb(torch.optim.Optimizer):
-    """LAMB (arXiv 1904.00962) with gradients averaged over the workers: the uncompressed baseline.
+class FlatOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is flat and equal on all workers, and which averages the gradients itself.
 
-    For each layer: m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; u = m / (sqrt(v) + eps) + weight_decay x;
-    c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 where a norm is zero; x -= lr c u.
-
-    How it differs from the LAMBs people know:
-
-    =====================  ==================  ====================  ==================  =====================
-    .                      this one            DeepSpeed FusedLamb   torch_optimizer     pytorch_optimizer
-    =====================  ==================  ====================  ==================  =====================
-    trust ratio clipped    ratio to            ratio to [.01, 10]    ||x|| to [0, 10]    ||x|| to [0, 10]
-                           [.01, 10]
-    bias correction        off; on: in the     on, in the step size  off; on: in the     first moment only,
-                           step size, both                           step size, both     in the step size
-    weight decay           in u, so scaled by  same                  same                decoupled (x shrinks
-                           the coefficient                                               first) by default
-    eps in the ratio       no                  no                    no                  ||u|| + eps
-    gradient               none                optional global clip  none                optional (pre_norm)
-    pre-normalisation
-    layer without a        not moved           skipped               skipped             skipped
-    gradient
-    =====================  ==================  ====================  ==================  =====================
-
-    Args:
-        params: parameters, groups, or named parameters; float32 or float64, dense, one device.
-        lr: step size, >= 0; a scheduler may change it, per group.
-        betas: decay of momentum and variance, each in [0, 1).
-        eps: added to sqrt(v), >= 0.
-        weight_decay: >= 0.
-        min_coeff, max_coeff: clip of the coefficient, 0 <= min <= max; (0, inf) clips nothing.
-        bias_correction: multiply lr by sqrt(1 - b2^t) / (1 - b1^t).
-        transport: how gradients are averaged, "fp32" or "bf16".
-        process_group, comm: who the workers are. Neither: the default process group, or one worker without one.
-        bucket_elements: layers are handled in buckets of about this many elements; None: one bucket.
-
-    Raises:
-        ConfigError: a value outside what is listed above.
-        MismatchError: at the first step, when workers differ in settings, parameters or initial values.
+    A subclass says how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
     """
 
     _layout: FlatLayout | None = None
@@ -86,33 +55,27 @@ class Lamb(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        min_coeff: float = 0.01,
-        max_coeff: float = 10.0,
-        bias_correction: bool = False,
-        transport: Transport = "fp32",
-        process_group: ProcessGroup | None = None,
-        comm: Comm | None = None,
-        bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        transport: Transport,
+        process_group: ProcessGroup | None,
+        comm: Comm | None,
+        bucket_elements: int | None,
     ) -> None:
-        if not 0 <= min_coeff <= max_coeff:
-            raise ConfigError(f"min_coeff, max_coeff are {min_coeff}, {max_coeff}; allowed is 0 <= min <= max")
         if bucket_elements is not None and bucket_elements < 1:
             raise ConfigError(f"bucket_elements is {bucket_elements}; it must be at least 1, or None for one bucket")
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)
-        self._coeff_rule = lamb.CoeffRule(min_coeff, max_coeff, coeff_beta=0.9)
-        self._bias_correction = bias_correction
         self._transport: Transport = check_in("transport", transport, ("fp32", "bf16"))
         self._bucket_elements = bucket_elements
         self._flat: dict[str, Tensor] = {}  # state with one value per element
         self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
         self._averaged: Tensor | None = None
         self._steps = self._skipped_steps = 0
+        self._pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
         self._compared = False  # whether the workers were found to agree, since the start or the last load
         self.payload_bytes = 0
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -149,6 +112,7 @@ class Lamb(torch.optim.Optimizer):
         In the compressed stage the errors in it are this worker's own: save one on every worker. Masks that the user
         gave are not in it.
         """
+        self._settle()
         saved: dict[str, Any] = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if key != "exp_avg_mask"} for group in saved["param_groups"]
@@ -173,7 +137,7 @@ class Lamb(torch.optim.Optimizer):
         for group, mask in zip(self.param_groups, masks, strict=True):
             if mask is not None:
                 group["exp_avg_mask"] = mask
-        self._compared = False
+        self._compared, self._pending = False, None
         loaded = dict(self.state)
         self.state.clear()
         self._layout = None
@@ -207,6 +171,7 @@ class Lamb(torch.optim.Optimizer):
                 loss = closure()
         if not self._compared:
             self._prepare()
+        self._settle()
         before = self.comm.payload_bytes
         self._step()
         self.payload_bytes += self.comm.payload_bytes - before
@@ -223,52 +188,85 @@ class Lamb(torch.optim.Optimizer):
 
         Returns:
             stage, step (updates made), skipped_steps (all workers skipped them: not finite), payload_bytes (handed
-            to the transport by this worker's steps), coefficients ({layer name: last coefficient}).
+            to the transport by this worker's steps).
         """
-        named = dict(zip(self._names(), self._layerwise["coeff"].tolist(), strict=True)) if self._layerwise else {}
+        self._settle()
         return {
             "stage": self.stage.value,
             "step": self._steps,
             "skipped_steps": self._skipped_steps,
             "payload_bytes": self.payload_bytes,
-            "coefficients": named,
         }
+
+    def _by_layer(self, name: str) -> dict[str, float]:
+        """{layer name: value} of a kind of layerwise state; empty before the first step."""
+        values = self._layerwise.get(name)
+        return {} if values is None else dict(zip(self._names(), values.tolist(), strict=True))
 
     # -- the step --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self._warmup_step()
 
-    def _warmup_step(self) -> bool:
-        """Average the gradients, update if the average is finite. Returns whether it was."""
+    def _warmup_step(self) -> None:
+        """Average the gradients, update if the average is finite."""
         assert self._layout is not None
         g = self._averaged_gradients()
-        self._steps += 1
         hypers, params = self._hypers(), self._params()
         m, v = self._flat["momentum"], self._flat["variance"]
-        measured = []
+        measured, own = [], []
         for bucket in self._layout.buckets:
             here, x = bucket.slice, params[bucket.layer_slice]
-            measured.append(self._backend.warmup_measure(bucket, x, g[here], m[here], v[here], hypers))
-        if not all(finite for _, finite in measured):  # equal on all workers, as the average is
-            self._steps -= 1
-            self._skip()
-            return False
-        layerwise = self._layerwise
-        for bucket, (norms, _) in zip(self._layout.buckets, measured, strict=True):
-            here, x, layers = bucket.slice, params[bucket.layer_slice], bucket.layer_slice
-            coeff = lamb.warmup_coefficients(
-                norms, layerwise["coeff_avg"][layers], layerwise["coeff_weight"][layers], self._coeff_rule
-            )
-            layerwise["coeff"][layers] = coeff.to(self._dtype)
-            step_size = layerwise["coeff"][layers] * hypers.rates(self._device)[layers]
-            self._backend.warmup_apply(bucket, x, g[here], m[here], v[here], hypers, step_size)
-        return True
+            own.append(g[here] if isinstance(g, Tensor) else g[bucket.layer_slice])
+            measured.append(self._backend.warmup_measure(bucket, x, own[-1], m[here], v[here], hypers))
+        counts, keep = self._verdict([finite for _, finite in measured], self._may_defer())  # equal on all workers
+        if not counts:
+            return
+        rates = hypers.rates(self._device)
+        for bucket, gradient, (norms, _) in zip(self._layout.buckets, own, measured, strict=True):
+            here, layers = bucket.slice, bucket.layer_slice
+            step_size = self._step_sizes(layers, norms, rates[layers], keep)
+            self._backend.warmup_apply(bucket, params[layers], gradient, m[here], v[here], hypers, step_size, keep)
 
-    def _averaged_gradients(self) -> Tensor:
-        """The mean of the workers' gradients as one flat buffer; a missing gradient counts as zero."""
+    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
+        """What the directions of a bucket's layers are multiplied by in a warm-up step, [layers of the bucket]."""
+        raise NotImplementedError
+
+    def _may_defer(self) -> bool:
+        """Whether the host may learn later whether the step counted: on the CPU it sees it at no cost."""
+        return self._device.type != "cpu"
+
+    def _verdict(self, finite: Sequence[bool | Tensor], defer: bool) -> tuple[bool, Tensor | None]:
+        """Whether this step counts, given one flag per bucket: it is counted, or reported as skipped.
+
+        Returns:
+            Whether the host goes on; and the verdict on the device, bool [], where it goes on without knowing.
+        """
+        if defer and all(isinstance(flag, Tensor) for flag in finite):
+            keep = torch.stack([flag for flag in finite if isinstance(flag, Tensor)]).all()
+            self._pending = Deferred(keep.view(1))
+            self._steps += 1
+            return True, keep
+        if not all(bool(flag) for flag in finite):
+            self._skip()
+            return False, None
+        self._steps += 1
+        return True, None
+
+    def _settle(self) -> None:
+        """Take note of the verdict on the last step, if the host has not seen it."""
+        if self._pending is not None:
+            (kept, *_), self._pending = self._pending.read(), None
+            if not kept:
+                self._steps -= 1
+                self._skip()
+
+    def _averaged_gradients(self) -> Gradient:
+        """The mean of the workers' gradients; a missing gradient counts as zero."""
         assert self._layout is not None
         grads = self._gradients()
+        if self.comm.size == 1 and self._transport == "fp32":  # nothing to average: read where they are
+            return grads
         if self._averaged is None:  # kept through the warm-up: fresh pages cost as much as filling them
             self._averaged = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
         g = self._averaged
@@ -294,8 +292,6 @@ class Lamb(torch.optim.Optimizer):
         lr = float(group["lr"])
         if not (math.isfinite(lr) and lr >= 0):
             raise ConfigError(f"lr is {lr} after {self._steps} updates; it must be finite and at least 0")
-        if self._bias_correction:
-            lr *= math.sqrt(1 - beta2**self._steps) / (1 - beta1**self._steps)
         return lamb.Hyper(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
     def _gradients(self) -> list[Tensor | None]:
@@ -322,7 +318,6 @@ class Lamb(torch.optim.Optimizer):
         """What must be the same on all workers, apart from the parameters."""
         named = [("onebit version", __version__), ("torch version", torch.__version__)]
         named += [("kernels", self._kernels), ("device", self._device.type), ("dtype", str(self._dtype))]
-        named += [("coefficient rule", repr(self._coeff_rule)), ("bias_correction", str(self._bias_correction))]
         named += [("transport", self._transport), ("stage", self.stage.value), ("updates made", str(self._steps))]
         for i, group in enumerate(self.param_groups):
             named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
@@ -357,8 +352,6 @@ class Lamb(torch.optim.Optimizer):
         self._backend = self._build_backend(self._layout)
         for name in ("momentum", "variance"):
             self._add_flat(name)
-        for name in ("coeff", "coeff_avg", "coeff_weight"):
-            self._add_layerwise(name, 0.0)
 
     def _build_backend(self, layout: FlatLayout) -> Backend:
         if self._kernels == "native":
@@ -371,10 +364,13 @@ class Lamb(torch.optim.Optimizer):
             return TritonBackend(layout, self._device)
         return TorchBackend(layout, self._dtype, self._device)
 
-    def _add_flat(self, name: str) -> Tensor:
-        """Add a kind of state with one value per element, zero at first, with a view in every state[p]."""
+    def _add_flat(self, name: str, values: Tensor | None = None) -> Tensor:
+        """Add or replace a kind of state with one value per element, [layout.numel], with a view in every state[p].
+
+        `values`: None for zeros in the parameters' dtype.
+        """
         assert self._layout is not None
-        self._flat[name] = self._layout.zeros(self._dtype, self._device)
+        self._flat[name] = self._layout.zeros(self._dtype, self._device) if values is None else values
         for p, view in zip(self._params(), self._layout.views(self._flat[name]), strict=True):
             self.state[p][name] = view
         return self._flat[name]

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import Hypers, Momentum, decoded
+from onebit.backend import BucketStep, Gradient, Hypers, Momentum, decoded
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
 from onebit.kernels import triton as kernels
+from onebit.kernels.compact import Int8
 from onebit.layout import Bucket, FlatLayout
 
 
@@ -24,6 +25,7 @@ class TritonCodec(BucketCodec):
 
     def __init__(self, bucket: Bucket, codec: OneBit, device: torch.device, tile: int = kernels.TILE) -> None:
         super().__init__(bucket, codec, torch.float32, device)
+        self.device = device
         blocks = [[(a, b - a) for a, b in spans] for spans in self.spans]
         self.plan = kernels.Plan(bucket, blocks, self.head_bytes, self.message_bytes, device, tile)
 
@@ -52,9 +54,16 @@ class TritonCodec(BucketCodec):
         return reply
 
     def commit_served(
-        self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None, reply: Tensor
+        self,
+        received: Tensor,
+        chunk: int,
+        error: Tensor,
+        error_factor: Tensor | None,
+        reply: Tensor,
+        keep: Tensor | None = None,
     ) -> None:
-        kernels.server_commit(self.plan, chunk, received.contiguous(), error, error_factor, self.packed_alive, reply)
+        operands = (received.contiguous(), error, error_factor, self.packed_alive, reply)
+        kernels.server_commit(self.plan, chunk, *operands, keep)
 
 
 class TritonSource:
@@ -63,10 +72,10 @@ class TritonSource:
     def __init__(self, worker: kernels.Worker) -> None:
         self._worker = worker
 
-    def encode(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None) -> Tensor:
+    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, TritonCodec)
         shape = (codec.bucket.workers, codec.message_bytes)
-        messages = torch.zeros(shape, dtype=torch.uint8, device=error.device)
+        messages = torch.zeros(shape, dtype=torch.uint8, device=codec.device)
         sums, asking = self._worker.encode(error, error_factor, codec.packed_alive, messages, codec.codec.kind)
         if codec.codec.scale == "bucket":
             scales = codec.scales_from(sums.sum(), codec.all_live.sum()).expand(len(sums))
@@ -77,8 +86,10 @@ class TritonSource:
             codec.header(messages).copy_(asking)
         return messages
 
-    def commit(self, codec: BucketCodec, error: Tensor, error_factor: Tensor | None, sent: Tensor) -> None:
-        self._worker.commit(error, error_factor, codec.packed_alive, sent)
+    def commit(
+        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+    ) -> None:
+        self._worker.commit(error, error_factor, codec.packed_alive, sent, keep)
 
 
 class TritonBackend:
@@ -97,76 +108,87 @@ class TritonBackend:
         kernels.gather(plan, _listed("gradient", grads, plan), out)
 
     def warmup_measure(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers
+        self, bucket: Bucket, x: Sequence[Tensor], g: Gradient, m: Tensor, v: Tensor, hypers: Hypers
     ) -> tuple[lamb.Norms, Tensor]:
         plan = self._plans[bucket.index]
         direction, update, weight, finite = kernels.warmup_measure(
-            plan, hypers.table(bucket), _listed("parameter", x, plan), g, m, v
+            plan, hypers.table(bucket), _listed("parameter", x, plan), self._flat(bucket, g), m, v
         )
         return lamb.Norms(weight.sqrt(), direction.sqrt(), update.sqrt()), finite
 
     def warmup_apply(
-        self, bucket: Bucket, x: Sequence[Tensor], g: Tensor, m: Tensor, v: Tensor, hypers: Hypers, step_size: Tensor
+        self,
+        bucket: Bucket,
+        x: Sequence[Tensor],
+        g: Gradient,
+        m: Tensor,
+        v: Tensor,
+        hypers: Hypers,
+        step_size: Tensor,
+        keep: Tensor | None,
     ) -> None:
         plan = self._plans[bucket.index]
         listed = _listed("parameter", x, plan)
-        kernels.warmup_apply(plan, hypers.table(bucket), listed, g, m, v, step_size)
+        kernels.warmup_apply(plan, hypers.table(bucket), listed, self._flat(bucket, g), m, v, step_size, keep)
         _return(listed, x)
 
     def source(
-        self,
-        codec: BucketCodec,
-        grads: Sequence[Tensor | None],
-        momentum: Momentum | Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        mask: Tensor | None,
+        self, step: BucketStep, grads: Sequence[Tensor | None], momentum: Momentum | Tensor, mask: Tensor | None
     ) -> Source:
-        assert isinstance(codec, TritonCodec)
-        plan, table = codec.plan, hypers.table(codec.bucket)
+        codec = _own(step)
+        plan, table = codec.plan, step.hypers.table(codec.bucket)
         before = _kernel_view("momentum", codec, momentum)
-        return TritonSource(kernels.Worker(plan, _listed("gradient", grads, plan), table, before, scale, mask))
+        return TritonSource(kernels.Worker(plan, _listed("gradient", grads, plan), table, before, step.scale, mask))
 
     def measure(
         self,
-        codec: BucketCodec,
+        step: BucketStep,
         x: Sequence[Tensor],
         now: Momentum,
         before: Momentum | Tensor,
         v_frozen: Tensor,
         v_fresh: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
         form: lamb.RatioForm,
-        step: int,
     ) -> tuple[Tensor, lamb.Norms]:
-        assert isinstance(codec, TritonCodec)
-        plan, table = codec.plan, hypers.table(codec.bucket)
+        codec = _own(step)
+        plan, table = codec.plan, step.hypers.table(codec.bucket)
         momenta = (_signs("now", codec, now), _kernel_view("before", codec, before))
         largest, direction, update = kernels.lamb_measure(
-            plan, table, _listed("parameter", x, plan), *momenta, scale, v_frozen, v_fresh, form
+            plan,
+            table,
+            _listed("parameter", x, plan),
+            *momenta,
+            step.scale,
+            v_frozen,
+            v_fresh,
+            form,
+            step.number,
+            step.keep,
         )
         norm = update.sqrt()
         return largest, lamb.Norms(norm, direction.sqrt(), norm)
 
-    def apply(
-        self,
-        codec: BucketCodec,
-        x: Sequence[Tensor],
-        now: Momentum,
-        v_frozen: Tensor,
-        hypers: Hypers,
-        scale: Tensor | None,
-        step_size: Tensor,
-    ) -> None:
-        assert isinstance(codec, TritonCodec)
+    def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
+        codec = _own(step)
         listed = _listed("parameter", x, codec.plan)
-        table = hypers.table(codec.bucket)
-        kernels.lamb_apply(codec.plan, table, listed, _signs("now", codec, now), scale, v_frozen, step_size)
+        table, signs = step.hypers.table(codec.bucket), _signs("now", codec, now)
+        kernels.apply(codec.plan, table, listed, signs, step.scale, v_frozen, step_size, step.keep)
         _return(listed, x)
+
+    def _flat(self, bucket: Bucket, g: Gradient) -> Tensor:
+        if isinstance(g, Tensor):
+            return g
+        flat = torch.empty(bucket.numel, device=self._device)
+        self.gather(bucket, g, flat)
+        return flat
 
     def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
         return decoded(codec, momentum, scale)
+
+
+def _own(step: BucketStep) -> TritonCodec:
+    assert isinstance(step.codec, TritonCodec)
+    return step.codec
 
 
 def _signs(name: str, codec: TritonCodec, momentum: Momentum) -> kernels.Signs:

@@ -95,11 +95,11 @@ def test_elements_without_a_gradient_get_the_mean_of_the_others():
 
 
 def moved(form, v_frozen, v_fresh, hyper, rule, ratio, alive=None, shapes=((4,),), share=1.0):
-    """refresh_variance, largest_quotient and next_ratio on layers whose rebuilt gradient is 2 everywhere alive."""
+    """refreshed_variance, largest_quotient and next_ratio on layers whose rebuilt gradient is 2 everywhere alive."""
     run = FlatLayout(shapes, 1).runs[0]
     m_old = torch.full((run.numel,), 4.0) if alive is None else 4.0 * alive
     m_new = hyper.beta1 * m_old + (1 - hyper.beta1) * (2.0 if alive is None else 2.0 * alive)
-    lamb.refresh_variance(m_new, m_old, v_fresh, alive, hyper)
+    v_fresh.copy_(lamb.refreshed_variance(m_new, m_old, v_fresh, alive, hyper))
     quotient = lamb.largest_quotient(v_frozen, v_fresh, alive, run, hyper, form)
     update = torch.full_like(quotient, 5.0, dtype=torch.float64)
     return lamb.next_ratio(quotient, ratio, lamb.Norms(update, share * update, update), rule)

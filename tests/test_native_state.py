@@ -62,13 +62,12 @@ def everything(w: World, dtype: torch.dtype, error: torch.dtype, threads: int) -
         plan, last, messages, scales, server_error, reply, sums.sqrt().float(), alive=packed, threads=threads
     )
     measured = native.lamb_measure(plan, h, x, sent, momentum, frozen, fresh, step=7, seed=3, **shared)
-    native.lamb_apply(plan, h, x, sent, frozen, w.per_layer(0.001, 0.1), **shared)
-    native.adam_apply(plan, h, x, sent, frozen, **shared)
+    native.apply(plan, h, x, sent, frozen, w.per_layer(0.001, 0.1), **shared)
     flat = torch.zeros(w.bucket.numel)
     native.decode(plan, sent, flat, **shared)
     g, m, v = w.values(), w.values(), w.positive()
-    warm = native.lamb_warmup_measure(plan, h, x, g, m, v, threads=threads)
-    native.lamb_warmup_apply(plan, h, x, g, m, v, w.per_layer(0.001, 0.1), threads=threads)
+    warm = native.warmup_measure(plan, h, x, g, m, v, threads=threads)
+    native.warmup_apply(plan, h, x, g, m, v, w.per_layer(0.001, 0.1), threads=threads)
     gathered = torch.zeros(w.bucket.numel)
     native.gather(plan, x, gathered, threads=threads)
     squares = native.sum_squares(x.tensors, threads=threads)
@@ -208,7 +207,7 @@ def test_parameters_are_narrowed_as_torch_does(each_isa):
             x = torch.zeros(65536, dtype=dtype)
             m, v = torch.zeros(65536), torch.zeros(65536)
             # m = g, v = g * g, u = g / (|g| + 1): then every float in (-1, 1) can be reached; compare with torch
-            native.lamb_warmup_apply(plan, h, native.TensorList("x", [x], plan), deltas, m, v, torch.ones(1))
+            native.warmup_apply(plan, h, native.TensorList("x", [x], plan), deltas, m, v, torch.ones(1))
             u = m / (v.double().sqrt().float() + 1)
             assert same(x, (-u).to(dtype)), (name, dtype)
 
@@ -262,7 +261,10 @@ def test_misuse_is_refused_with_the_operand_named():
         (lambda: native.TensorList("grads", [torch.zeros(100), torch.zeros(27)], plan), r"grads\[1\]"),
         (lambda: native.TensorList("x", [torch.zeros(10, 10).T[:, :5]]), "contiguous"),
         (lambda: native.TensorList("x", [torch.zeros(4, dtype=torch.float64)]), r"x\[0\] is torch.float64"),
-        (lambda: native.adam_apply(plan, h, native.TensorList("x", [None, None], plan), signs, error), "None"),
+        (
+            lambda: native.apply(plan, h, native.TensorList("x", [None, None], plan), signs, error, torch.ones(2)),
+            "None",
+        ),
         (lambda: native.server_encode(plan, 2, bits, torch.ones(2, 1), torch.zeros(64), bits[0]), "chunk is 2"),
         (lambda: native.server_encode(plan, 0, bits[0], torch.ones(2, 1), torch.zeros(64), bits[0]), "received"),
         (lambda: native.Plan(w.bucket, w.blocks, 100), "tile"),
@@ -281,7 +283,7 @@ def test_autograd_is_told_of_changes_in_place():
     w = World([64], 1, OneBit(), 0)
     x = torch.nn.Parameter(torch.ones(64))
     version = x._version
-    native.adam_apply(w.plan, hyper(1), native.TensorList("x", [x], w.plan), w.signs(), torch.ones(64))
+    native.apply(w.plan, hyper(1), native.TensorList("x", [x], w.plan), w.signs(), torch.ones(64), torch.ones(1))
     assert x._version > version
 
 

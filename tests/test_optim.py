@@ -594,7 +594,7 @@ def test_non_contiguous_parameters_are_updated_in_place():
         ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff, max_coeff"),
         ({"coeff_beta": 1.0}, "coeff_beta is 1.0"),
         ({"factor_min": 5.0}, "factor_min, factor_max"),
-        ({"factor_threshold": 1.0}, "factor_threshold"),
+        ({"factor_threshold": 0.0}, "factor_threshold"),
         ({"ratio": "sqr"}, "'sqrt', 'variance', 'fixed'"),
         ({"error_feedback": "none"}, "'unscaled', 'scaled'"),
         ({"dead_elements": "skip"}, "'hold', 'exchange'"),

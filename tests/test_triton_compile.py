@@ -20,6 +20,6 @@ def test_every_kernel_compiles_and_rounds_as_written(target, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     names = {"gather", "worker_encode", "worker_commit", "server_encode", "server_commit", "sum_segments"}
-    names |= {"lamb_measure", "lamb_apply", "warmup_measure", "warmup_apply", "max_segments"}
+    names |= {"lamb_measure", "apply", "warmup_measure", "warmup_apply", "max_segments"}
     assert rows == [{"kernel": row["kernel"]} for row in rows]  # nothing suspicious was counted
     assert {row["kernel"] for row in rows} == names

@@ -91,17 +91,15 @@ def lamb_measure(
     threads: int,
     /,
 ) -> None: ...
-def lamb_apply(
+def apply(
     plan: Plan, hyper: int, x: List, now: Signs, layer_scale: int, frozen: Flat, step: int, threads: int, /
-) -> None: ...
-def adam_apply(
-    plan: Plan, hyper: int, x: List, now: Signs, layer_scale: int, frozen: Flat, threads: int, /
 ) -> None: ...
 def warmup_measure(
     plan: Plan,
     hyper: int,
     x: List,
     g: int,
+    grads: List,
     m: int,
     v: int,
     direction: int,
@@ -110,7 +108,9 @@ def warmup_measure(
     threads: int,
     /,
 ) -> bool: ...
-def warmup_apply(plan: Plan, hyper: int, x: List, g: int, m: int, v: int, step: int, threads: int, /) -> None: ...
+def warmup_apply(
+    plan: Plan, hyper: int, x: List, g: int, grads: List, m: int, v: int, step: int, threads: int, /
+) -> None: ...
 def sum_squares(tensors: List, sizes: list[int], out: int, threads: int, /) -> None: ...
 def isa() -> str: ...
 def isas() -> list[str]: ...

@@ -19,6 +19,7 @@ import os
 
 from onebit.errors import ConfigError
 from onebit.kernels import _native
+from onebit.kernels.compact import Int8
 from onebit.kernels.native_exchange import (
     decode,
     gather,
@@ -29,32 +30,30 @@ from onebit.kernels.native_exchange import (
     worker_encode,
 )
 from onebit.kernels.native_update import (
-    adam_apply,
-    lamb_apply,
+    apply,
     lamb_measure,
-    lamb_warmup_apply,
-    lamb_warmup_measure,
+    warmup_apply,
+    warmup_measure,
 )
-from onebit.kernels.operands import Int8, Plan, Signs, TensorList
+from onebit.kernels.operands import Plan, Signs, TensorList
 
 __all__ = [
     "Int8",
     "Plan",
     "Signs",
     "TensorList",
-    "adam_apply",
+    "apply",
     "decode",
     "gather",
     "isa",
     "isas",
-    "lamb_apply",
     "lamb_measure",
-    "lamb_warmup_apply",
-    "lamb_warmup_measure",
     "server_commit",
     "server_encode",
     "sum_squares",
     "use_isa",
+    "warmup_apply",
+    "warmup_measure",
     "worker_commit",
     "worker_encode",
 ]

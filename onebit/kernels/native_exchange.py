@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onebit.kernels import _native
+from onebit.kernels.compact import Int8
 from onebit.kernels.operands import (
     ERRORS,
-    Int8,
     Plan,
     Signs,
     TensorList,

@@ -15,6 +15,7 @@ from onebit.kernels.operands import (
     TensorList,
     all_there,
     flat_state,
+    gradient_operand,
     momentum_operand,
     thread_count,
 )
@@ -74,7 +75,7 @@ def lamb_measure(
     return largest, direction, update
 
 
-def lamb_apply(
+def apply(
     plan: Plan,
     hyper: Tensor,
     x: TensorList,
@@ -91,7 +92,7 @@ def lamb_apply(
         step: float32 or float64 [layers], learning rate times coefficient.
     """
     steps = step.to(torch.float32).contiguous()
-    _native.lamb_apply(
+    _native.apply(
         plan.native,
         plan.hyper(hyper),
         all_there("x", x).native,
@@ -104,47 +105,32 @@ def lamb_apply(
     x.touch()
 
 
-def adam_apply(
+def warmup_measure(
     plan: Plan,
     hyper: Tensor,
     x: TensorList,
-    now: Signs,
-    v_frozen: Tensor,
+    g: Tensor | TensorList,
+    m: Tensor,
+    v: Tensor,
     *,
-    layer_scale: Tensor | None = None,
     threads: int | None = None,
-) -> None:
-    """x = x * (1 - lr * weight_decay) - lr * m / (sqrt(v_frozen) + eps), in place."""
-    _native.adam_apply(
-        plan.native,
-        plan.hyper(hyper),
-        all_there("x", x).native,
-        now.native("now", plan),
-        plan.per_layer("layer_scale", layer_scale),
-        flat_state("v_frozen", v_frozen, plan, FLOATS),
-        thread_count(threads),
-    )
-    x.touch()
-
-
-def lamb_warmup_measure(
-    plan: Plan, hyper: Tensor, x: TensorList, g: Tensor, m: Tensor, v: Tensor, *, threads: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """What the warm-up's coefficients need. Changes nothing, so that a step can still be skipped.
 
     Args:
-        g, m, v: float32 [numel]: averaged gradient; momentum and variance before this step.
+        g: averaged gradient, float32 [numel] or one tensor per layer.
+        m, v: float32 [numel]: momentum and variance before this step.
 
     Returns:
         float64 [layers] each: the sums of squares of m' / (sqrt(v') + eps), of that + weight_decay * x, and of x,
-        m' and v' being this step's; and whether g is finite.
+        m' and v' being this step's; and whether the square of g is finite.
     """
     sums = torch.empty(3, len(plan.sizes), dtype=torch.float64)
     finite = _native.warmup_measure(
         plan.native,
         plan.hyper(hyper),
         x.native,
-        plan.flat("g", g),
+        *gradient_operand("g", g, plan),
         plan.flat("m", m),
         plan.flat("v", v),
         sums[0].data_ptr(),
@@ -155,11 +141,11 @@ def lamb_warmup_measure(
     return sums[0], sums[1], sums[2], finite
 
 
-def lamb_warmup_apply(
+def warmup_apply(
     plan: Plan,
     hyper: Tensor,
     x: TensorList,
-    g: Tensor,
+    g: Tensor | TensorList,
     m: Tensor,
     v: Tensor,
     step: Tensor,
@@ -176,7 +162,7 @@ def lamb_warmup_apply(
         plan.native,
         plan.hyper(hyper),
         all_there("x", x).native,
-        plan.flat("g", g),
+        *gradient_operand("g", g, plan),
         plan.flat("m", m),
         plan.flat("v", v),
         plan.per_layer("step", steps),

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from onebit.errors import ConfigError, LayoutError
 from onebit.kernels import _native
+from onebit.kernels.compact import ERROR_GROUP, Int8
 from onebit.kernels.plan import TILE, Blocks, cut_pieces
 from onebit.layout import Bucket
-
-ERROR_GROUP: int = _native.ERROR_GROUP
-"""Elements that share one scale of an int8 error, counted from the start of each chunk."""
 
 LIST_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 FLOATS = (torch.float32, torch.bfloat16)
@@ -26,6 +24,10 @@ _FLAT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 
 
 _NO_SIGNS = _native.Signs(0, 0, 0, 0)
+_NO_LIST = _native.List([], [])
+
+if _native.ERROR_GROUP != ERROR_GROUP:
+    raise ImportError(f"the native kernels were built for int8 groups of {_native.ERROR_GROUP}; install onebit again")
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> int:
@@ -143,26 +145,6 @@ def rows_of_bits(name: str, bits: Tensor, rows: int, plan: Plan) -> tuple[int, i
     return bits.data_ptr(), bits.stride(0)
 
 
-@dataclass(frozen=True)
-class Int8:
-    """Values as 8-bit integers and a scale per 128 elements of a chunk; what rounding drops is at most half a scale,
-    1/254 of the largest magnitude of the 128 (all of it where that is below 1e-36).
-
-    Attributes:
-        data: int8 [numel].
-        scales: float32 [workers, ceil(chunk / 128)].
-    """
-
-    data: Tensor
-    scales: Tensor
-
-    @staticmethod
-    def zeros(bucket: Bucket) -> Int8:
-        return Int8(
-            torch.zeros(bucket.numel, dtype=torch.int8), torch.zeros(bucket.workers, -(-bucket.chunk // ERROR_GROUP))
-        )
-
-
 def flat_state(name: str, state: Tensor | Int8, plan: Plan, dtypes: Sequence[torch.dtype]) -> _native.Flat:
     """State with one value per element of the bucket, in one of these dtypes; int8 comes as `Int8`."""
     if isinstance(state, Tensor):
@@ -186,6 +168,12 @@ def momentum_operand(name: str, momentum: Signs | Tensor, plan: Plan) -> tuple[_
     if isinstance(momentum, Tensor):
         return _NO_SIGNS, plan.flat(name, momentum)
     return momentum.native(name, plan), 0
+
+
+def gradient_operand(name: str, gradient: Tensor | TensorList, plan: Plan) -> tuple[int, _native.List]:
+    if isinstance(gradient, Tensor):
+        return plan.flat(name, gradient), _NO_LIST
+    return 0, gradient.native
 
 
 def checked_chunk(plan: Plan, chunk: int) -> int:

@@ -34,8 +34,8 @@ __all__ = [
     "Signs",
     "TensorList",
     "Worker",
+    "apply",
     "gather",
-    "lamb_apply",
     "lamb_measure",
     "server_commit",
     "server_encode",
@@ -176,7 +176,7 @@ def lamb_measure(
     return plan.largest(largest, plan.layer_edges).view(torch.float32), direction, update
 
 
-def lamb_apply(
+def apply(
     plan: Plan,
     hyper: Tensor,
     x: TensorList,
@@ -187,7 +187,7 @@ def lamb_apply(
 ) -> None:
     """x -= step * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place; step: [layers]. One launch."""
     plan.over_tiles(
-        jit.lamb_apply,
+        jit.apply,
         *(x.table, x.count, constants_of(plan, hyper), now.messages, now.mask),
         *(plan.per_layer("layer_scale", layer_scale), plan.flat("v_frozen", v_frozen)),
         plan.per_layer("step", step.float()),

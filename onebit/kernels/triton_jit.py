@@ -299,7 +299,7 @@ def lamb_measure(
 
 
 @triton.jit
-def lamb_apply(
+def apply(
     x, layers, hyper, now, now_mask, layer_scale, frozen, step,
     pieces, tiles, chunk, per_chunk, stride, head, TILE: tl.constexpr,
 ):  # fmt: skip

@@ -1,0 +1,99 @@
+"""`OneBitAdam`: 1-bit Adam (arXiv 2102.02888)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from onebit import lamb
+from onebit.averaging import Transport
+from onebit.backend import BucketStep, Momentum
+from onebit.codec import OneBit
+from onebit.comm import Comm
+from onebit.compressed import Compression, DeadElements, OneBitOptimizer, StateKind
+from onebit.optim import DEFAULT_BUCKET_ELEMENTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class OneBitAdam(OneBitOptimizer):
+    """1-bit Adam (arXiv 2102.02888, Algorithm 1): Adam whose workers exchange one bit per parameter.
+
+    For `freeze_step` updates it is AdamW on averaged gradients (warm-up stage): x -= lr (m / (sqrt(v) + eps) +
+    weight_decay x). Then the variance is frozen and each step sends the momentum as signs and scales with error
+    feedback (compressed stage). The uncompressed baseline is `torch.optim.AdamW`.
+    Gradients must not be averaged by anyone else: use it without DDP's averaging.
+
+    `onebit.PAPER` holds the keyword arguments that turn it into the authors' release.
+
+    Args:
+        params, lr, betas, eps, weight_decay, process_group, comm: as in `onebit.Lamb`; weight decay is decoupled, as in
+            AdamW. A group may hold `exp_avg_mask`, as in `OneBitLamb`.
+        bias_correction: as in AdamW; off, as released. In the compressed stage the momentum's goes on, and the
+            variance's stays what it was at the switch.
+        freeze_step, codec, variance_floor, dead_elements, state, warmup_transport, bucket_elements: as in `OneBitLamb`.
+            Compact state takes 3.2 instead of 8.2 bytes per parameter, and 4 / n more for the server error.
+        momentum_scales: as in `OneBitLamb`; off, as released, also where layers share a scale.
+
+    Raises:
+        ConfigError: a value outside what is listed above.
+        MismatchError: as in `onebit.Lamb`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 1000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = False,
+        process_group: ProcessGroup | None = None,
+        comm: Comm | None = None,
+        codec: OneBit | None = None,
+        variance_floor: float = 0.01,
+        dead_elements: DeadElements = "hold",
+        momentum_scales: bool = False,
+        state: StateKind = "auto",
+        warmup_transport: Transport = "fp32",
+        bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+    ) -> None:
+        codec = OneBit() if codec is None else codec
+        self._compression = Compression(freeze_step, codec, variance_floor, dead_elements, momentum_scales, state)
+        self._bias_correction = bias_correction
+        self._frozen_at = 0  # updates that went into the frozen variance
+        super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
+
+    def _settings(self) -> list[tuple[str, str]]:
+        return [*super()._settings(), ("bias_correction", str(self._bias_correction))]
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {**super()._extra_state(), "frozen_at": self._frozen_at}
+
+    def _load_extra_state(self, extra: dict[str, Any]) -> None:
+        super()._load_extra_state(extra)
+        self._frozen_at = extra["frozen_at"]
+
+    def _end_warmup(self) -> None:
+        self._frozen_at = self._steps
+
+    def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
+        """With bias correction as other numbers in the same formula: m / c1 / (sqrt(v / c2) + eps) is
+        sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)), and weight decay must not be scaled with it."""
+        hyper = super()._hyper(group)
+        if not self._bias_correction:
+            return hyper
+        root = math.sqrt(1 - hyper.beta2 ** (self._frozen_at or self._steps + 1))
+        factor = root / (1 - hyper.beta1 ** (self._steps + 1))
+        return replace(hyper, lr=hyper.lr * factor, eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor)
+
+    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
+        return rates
+
+    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+        return rates

@@ -1,0 +1,175 @@
+"""`OneBitLamb`: the layerwise rate of 1-bit LAMB in both stages. The arithmetic is in `lamb.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from onebit import lamb
+from onebit.averaging import Transport
+from onebit.backend import BucketStep, Momentum, chosen
+from onebit.checks import check_in
+from onebit.codec import OneBit
+from onebit.comm import Comm
+from onebit.compressed import Compression, DeadElements, OneBitOptimizer, StateKind
+from onebit.errors import ConfigError
+from onebit.exchange import Exchange
+from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
+from onebit.layout import Run
+from onebit.optim import DEFAULT_BUCKET_ELEMENTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class OneBitLamb(LayerwiseRate, OneBitOptimizer):
+    """1-bit LAMB (arXiv 2104.06069, Algorithm 1): LAMB whose workers exchange one bit per parameter.
+
+    For `freeze_step` updates it is `Lamb` on averaged gradients, bit for bit (warm-up stage). Then the variance is
+    frozen and each step sends the momentum as signs and scales with error feedback (compressed stage); the layerwise
+    rate stays adaptive: c = c_avg * ratio, the ratio coming from a gradient rebuilt of consecutive momenta.
+    Gradients must not be averaged by anyone else: use it without DDP's averaging.
+
+    `onebit.PAPER` holds the keyword arguments that turn it into the authors' release.
+
+    Args:
+        params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm: as in `Lamb`. A group may
+            hold `exp_avg_mask`, 0 where its single parameter's momentum must stay zero in the compressed stage.
+        freeze_step: real updates before the switch, >= 1 (DEV-11).
+        coeff_beta: decay of the average of c in the warm-up, [0, 1).
+        factor_min, factor_max: hard bounds of the ratio, 0 < min <= max.
+        factor_threshold: soft bound, the largest relative change of the ratio in a step, > 0; inf: none.
+        codec: how momentum is sent, `onebit.OneBit(...)`.
+        ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), or "fixed" (stays 1: the
+            basic 1-bit LAMB the paper compares with).
+        error_feedback: "unscaled" (as released), or "scaled" by the ratio of the step sizes (as analysed), which
+            applies each step's coefficient in the next step (DEV-4).
+        variance_floor: the frozen variance is at least this times its layer's mean, in [0, 1); 0: no floor.
+        dead_elements: elements that never had a gradient are held ("hold") until a worker sees one, or take part in
+            the exchange unless their whole layer is dead ("exchange", as released).
+        coeff_bias_correction: divide the average of c at the switch by its weight (DEV-5). None: yes, but for the
+            authors' codec, scale="bucket".
+        momentum_scales: bring all layers to the same momentum before they share a 1-bit scale. None: only with
+            scale="bucket", where they do share one.
+        state: "full": errors and variances in the parameters' dtype; "compact": worker errors in 8 bits, variances in
+            bfloat16, 5.2 instead of 12.2 bytes per parameter, and 4 / n more for the server error; "auto": compact
+            for float32 parameters.
+        warmup_transport: how gradients are averaged in the warm-up, "fp32" or "bf16".
+        bucket_elements: layers are exchanged in buckets of about this many elements; None: one bucket.
+
+    Raises:
+        ConfigError: a value outside what is listed above.
+        MismatchError: as in `Lamb`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 1000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        coeff_beta: float = 0.9,
+        factor_min: float = 0.5,
+        factor_max: float = 4.0,
+        factor_threshold: float = 0.1,
+        process_group: ProcessGroup | None = None,
+        comm: Comm | None = None,
+        codec: OneBit | None = None,
+        ratio: Literal["sqrt", "variance", "fixed"] = "sqrt",
+        error_feedback: Literal["unscaled", "scaled"] = "unscaled",
+        variance_floor: float = 0.01,
+        dead_elements: DeadElements = "hold",
+        coeff_bias_correction: bool | None = None,
+        momentum_scales: bool | None = None,
+        state: StateKind = "auto",
+        warmup_transport: Transport = "fp32",
+        bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+    ) -> None:
+        if not 0 < factor_min <= factor_max:
+            raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
+        if not factor_threshold > 0:
+            raise ConfigError(f"factor_threshold is {factor_threshold}; it must be above 0 (inf: no soft bound)")
+        codec = OneBit() if codec is None else codec
+        shared = codec.scale == "bucket"
+        self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)
+        scaled = shared if momentum_scales is None else momentum_scales
+        self._compression = Compression(freeze_step, codec, variance_floor, dead_elements, scaled, state)
+        self._ratio_form = check_in("ratio", ratio, ("sqrt", "variance", "fixed"))
+        self._ratio_bounds = (factor_min, factor_max, factor_threshold)
+        self._scaled_error = check_in("error_feedback", error_feedback, ("unscaled", "scaled")) == "scaled"
+        self._coeff_bias_correction = not shared if coeff_bias_correction is None else coeff_bias_correction
+        super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
+
+    def stats(self) -> dict[str, Any]:
+        """As of every optimizer here; coefficients, {layer name: last coefficient}; and in the compressed stage the
+        norms of momentum and errors, and ratios, {layer name: ratio}."""
+        stats = super().stats()
+        return stats if self._exchange is None else {**stats, "ratios": self._by_layer("ratio")}
+
+    def _settings(self) -> list[tuple[str, str]]:
+        named = [("ratio", self._ratio_form), ("ratio bounds", str(self._ratio_bounds))]
+        return [*super()._settings(), *named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
+
+    def _structure(self) -> list[tuple[str, str]]:
+        named = [("error_feedback scaled", str(self._scaled_error))]
+        return [*super()._structure(), *named, ("ratio fixed", str(self._ratio_form == "fixed"))]
+
+    def _end_warmup(self) -> None:
+        if self._coeff_bias_correction:
+            weight = self._layerwise["coeff_weight"]
+            self._layerwise["coeff_avg"] /= torch.where(weight > 0, weight, 1.0)
+        if self._scaled_error:
+            self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
+
+    def _allocate_compressed(self) -> Exchange:
+        exchange = super()._allocate_compressed()
+        if self._ratio_form != "fixed":
+            self._add_flat("fresh_variance", self._flat["variance"].clone())
+        self._add_layerwise("ratio", 1.0)
+        if self._scaled_error:
+            self._add_layerwise("step_size", 0.0)
+        return exchange
+
+    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+        bucket, keep = step.codec.bucket, step.keep
+        layers = {name: values[bucket.layer_slice] for name, values in self._layerwise.items()}
+        if self._ratio_form != "fixed":
+            form: lamb.RatioForm = "variance" if self._ratio_form == "variance" else "sqrt"
+            quotient, norms = self._backend.measure(
+                step,
+                self._params()[bucket.layer_slice],
+                now,
+                self._momentum[bucket.index],
+                self._flat["variance"][bucket.slice],
+                self._flat["fresh_variance"][bucket.slice],
+                form,
+            )
+            ratio = lamb.next_ratio(quotient, layers["ratio"], norms, lamb.RatioRule(form, *self._ratio_bounds))
+            layers["ratio"].copy_(chosen(keep, ratio, layers["ratio"]))
+        coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
+        step_size = rates * (layers["coeff"] if self._scaled_error else coeff)
+        if self._scaled_error:  # it must be known before compression: last step's coefficient (DEV-4)
+            layers["step_size"].copy_(chosen(keep, step_size, layers["step_size"]))
+        layers["coeff"].copy_(chosen(keep, coeff, layers["coeff"]))
+        return step_size
+
+    def _prepare_late_run(self, run: Run, m: Tensor, hyper: lamb.Hyper) -> bool:
+        average, weight = (self._layerwise[name][run.layer_slice] for name in ("coeff_avg", "coeff_weight"))
+        v = self._flat["variance"][run.slice].to(self._dtype)
+        lamb.late_coefficients(self._params()[run.layer_slice], m, v, average, weight, run, hyper, self._coeff_rule)
+        return bool(((weight == 0) & (run.norms(m) > 0)).any())
+
+    def _error_factor(self) -> Tensor | None:
+        """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4)"""
+        if not self._scaled_error:
+            return None
+        before = self._layerwise["step_size"]
+        now = (self._hypers().rates(self._device) * self._layerwise["coeff"]).to(self._dtype)
+        both = (before > 0) & (now > 0)
+        return torch.where(both, before / torch.where(both, now, 1.0), 1.0)
