@@ -1,5 +1,6 @@
 """One worker's part of a training run: the model, the optimizer, the loop, the numbers that come out."""
 
+import inspect
 import math
 import platform
 import struct
@@ -251,23 +252,43 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     common: dict[str, Any] = {"lr": recipe.lr, "betas": chosen.betas, "eps": chosen.eps}
     if chosen.name == "adamw":
         parameters = [p for _, p in named]
-        return torch.optim.AdamW(groups, **common), lambda: average_gradients(parameters, comm, chosen.warmup_transport)
-    common |= {"min_coeff": chosen.min_coeff, "max_coeff": chosen.max_coeff, "comm": comm}
+        make = torch.optim.AdamW
+        average = lambda: average_gradients(parameters, comm, chosen.warmup_transport)  # noqa: E731
+        return make(groups, **_checked(make, common, chosen.options)), average
+    common["comm"] = comm
     if chosen.name == "lamb":
-        return onebit.Lamb(groups, transport=chosen.warmup_transport, **common), None
-    common |= {
-        "freeze_step": recipe.freeze_step,
-        "warmup_transport": chosen.warmup_transport,
-        "coeff_beta": chosen.coeff_beta,
-        "factor_min": chosen.factor_min,
-        "factor_max": chosen.factor_max,
-        "factor_threshold": chosen.factor_threshold,
-    }
+        common |= {"min_coeff": chosen.min_coeff, "max_coeff": chosen.max_coeff, "transport": chosen.warmup_transport}
+        return onebit.Lamb(groups, **_checked(onebit.Lamb, common, chosen.options)), None
+    common |= {"freeze_step": recipe.freeze_step, "warmup_transport": chosen.warmup_transport}
     if chosen.preset == "paper":
         common |= onebit.PAPER
+    if chosen.name == "onebit-adam":
+        return onebit.OneBitAdam(groups, **_checked(onebit.OneBitAdam, common, chosen.options)), None
+    for name in ("min_coeff", "max_coeff", "coeff_beta", "factor_min", "factor_max", "factor_threshold"):
+        common[name] = getattr(chosen, name)
     if chosen.name == "lamb-basic-1bit":
         common["ratio"] = "fixed"
-    return onebit.OneBitLamb(groups, **common), None
+    return onebit.OneBitLamb(groups, **_checked(onebit.OneBitLamb, common, chosen.options)), None
+
+
+def _checked(make: type, common: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`common` with the recipe's options over it.
+
+    Raises:
+        ConfigError: the optimizer has no such argument.
+    """
+    known = inspect.signature(make).parameters
+    if unknown := [name for name in options if name not in known or name in ("params", "comm", "process_group")]:
+        raise ConfigError(
+            f"optimizer.options has {unknown[0]!r}, which {make.__name__} does not know; it knows {', '.join(known)}"
+        )
+    codec = options.get("codec")
+    if isinstance(codec, dict):
+        try:
+            options = {**options, "codec": onebit.OneBit(**codec)}
+        except TypeError as error:
+            raise ConfigError(f"optimizer.options.codec is {codec}: {error}; correct the recipe") from None
+    return common | options
 
 
 def lr_factor(recipe: Recipe, step: int) -> float:

@@ -23,9 +23,9 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-OptimizerName = Literal["lamb", "onebit-lamb", "lamb-basic-1bit", "adamw"]
+OptimizerName = Literal["lamb", "onebit-lamb", "lamb-basic-1bit", "adamw", "onebit-adam"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-ONE_BIT: tuple[OptimizerName, ...] = ("onebit-lamb", "lamb-basic-1bit")
+ONE_BIT: tuple[OptimizerName, ...] = ("onebit-lamb", "lamb-basic-1bit", "onebit-adam")
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 Fraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
@@ -61,11 +61,13 @@ class DataSection(_Section):
 
 
 def _default_lr_for() -> dict[OptimizerName, float]:
-    return {"adamw": 0.003}
+    return {"adamw": 0.003, "onebit-adam": 0.003}
 
 
 class OptimizerSection(_Section):
-    """The optimizer. `freeze_step` to `factor_threshold` matter to the 1-bit ones, the last two to all LAMBs."""
+    """The optimizer. `freeze_step` and `preset` matter to the 1-bit ones, `coeff_beta` to `factor_threshold` to 1-bit
+    LAMB, the last two to all LAMBs. `options` are further keyword arguments of the optimizer, as its docstring has
+    them; `codec` in it is a table of those of `onebit.OneBit`."""
 
     name: OptimizerName = "onebit-lamb"
     lr: Positive = 0.01
@@ -76,6 +78,7 @@ class OptimizerSection(_Section):
     warmup_transport: Literal["fp32", "bf16"] = "bf16"
     freeze_step: Count | Fraction = 0.17
     preset: Literal["default", "paper"] = "default"
+    options: dict[str, Any] = Field(default_factory=dict)
     coeff_beta: Beta = 0.9
     factor_min: Positive = 0.5
     factor_max: Positive = 4.0

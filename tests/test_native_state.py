@@ -242,7 +242,7 @@ def test_misuse_is_refused_with_the_operand_named():
         native.worker_encode(plan, grads, h, momentum, error, bits, **options)
 
     encode()
-    other = World([100], 1, OneBit(), 0)
+    other, nothing = World([100], 1, OneBit(), 0), native.TensorList("x", [None, None], plan)
     for refused, match in [
         (lambda: encode(h=h.float()), "hyper"),
         (lambda: encode(h=h[:1]), "hyper"),
@@ -262,7 +262,7 @@ def test_misuse_is_refused_with_the_operand_named():
         (lambda: native.TensorList("x", [torch.zeros(10, 10).T[:, :5]]), "contiguous"),
         (lambda: native.TensorList("x", [torch.zeros(4, dtype=torch.float64)]), r"x\[0\] is torch.float64"),
         (
-            lambda: native.apply(plan, h, native.TensorList("x", [None, None], plan), signs, error, torch.ones(2)),
+            lambda: native.apply(plan, h, nothing, signs, error, torch.ones(2)),
             "None",
         ),
         (lambda: native.server_encode(plan, 2, bits, torch.ones(2, 1), torch.zeros(64), bits[0]), "chunk is 2"),
