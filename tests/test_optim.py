@@ -61,7 +61,11 @@ def flat(params):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("settings", [{}, onebit.PAPER, {"bucket_elements": 50}, {"error_feedback": "scaled"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, onebit.PAPER, {"bucket_elements": 50}, {"error_feedback": "scaled"}, {"state": "compact"}, {"state": "full"}],
+    ids=str,
+)
 def test_replicas_stay_equal_and_the_loss_falls(n, settings):
     losses = onebit.run_workers(n, lambda comm: train(comm, onebit_lamb(10, **settings), 60)[2])
     before = onebit.run_workers(n, lambda comm: train(comm, onebit_lamb(10, **settings), 1)[2])
@@ -257,7 +261,9 @@ def test_attention_key_bias_stays_small():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("when", [2, 8], ids=["warm-up", "compressed"])
-@pytest.mark.parametrize("settings", [{}, onebit.PAPER], ids=["default", "paper"])
+@pytest.mark.parametrize(
+    "settings", [{"state": "full"}, {"state": "compact"}, onebit.PAPER], ids=["full", "compact", "paper"]
+)
 def test_a_bad_gradient_on_one_worker_is_as_if_the_step_never_was(bad, when, settings):
     def work(comm, poison):
         with BUILD:
