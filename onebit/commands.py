@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from onebit.job import versions
 from onebit.kernels import choose
 from onebit.launch import Interrupted, perform
 from onebit.recipe import OPTIMIZERS, Recipe, load, number, parse, resolve
-from onebit.report import check_out, comparison_table, summary_table
+from onebit.report import check_out, summary_table
 from onebit.text import text_files
 from onebit.train import check_virtual, choose_device
 
@@ -92,23 +93,28 @@ def compare(
     freeze_step: FreezeStep = None,
     micro_batch: MicroBatch = None,
     seed: Seed = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="0,1,2", help="Several: every optimizer runs with every one of them.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in runs/.")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train with several optimizers on the same data, seed and order; end with a table and a plot."""
+    """Train with several optimizers on the same data, seeds and order; end with a table, a plot and a report."""
     with _clear_errors():
         shared = _recipe(recipe, _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed))
         names = [name.strip() for name in optimizers.split(",") if name.strip()]
-        recipes = [_ready(r, virtual) for r in recipes_for(shared, names, _rates(lr or []))]
+        all_seeds = [shared.train.seed] if seeds is None else _seeds(seeds, seed)
+        recipes = [_ready(r, virtual) for r in recipes_for(shared, names, _rates(lr or []), all_seeds)]
         folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare"
         check_out(folder, overwrite)
         _show_choices(recipes, quiet)
-        done = compare_optimizers(recipes, folder, virtual is not None, quiet, overwrite)
+        command = shlex.join(["onebit", *sys.argv[1:]])
+        done = compare_optimizers(recipes, folder, virtual is not None, quiet, overwrite, command)
         if not quiet:
-            Console().print(comparison_table(done.rows))
+            Console().print(done.table())
             for file in done.files:
-                _say(f"{'plot' if 'plot' in file.name else 'rows'}: {file}")
+                _say(f"{'rows' if file.suffix == '.json' else file.stem}: {file}")
 
 
 @app.command()
@@ -208,6 +214,16 @@ def _rates(pairs: list[str]) -> dict[str, float]:
             raise ConfigError(f"--lr is {pair!r}; it must be NAME=VALUE with NAME one of {', '.join(OPTIMIZERS)}")
         rates[name] = float(number(value, f"--lr {name}"))
     return rates
+
+
+def _seeds(text: str, seed: int | None) -> list[int]:
+    """The numbers of --seeds."""
+    if seed is not None:
+        raise ConfigError(f"--seeds {text} and --seed {seed} were both given; give one")
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds is {text!r}; it must be whole numbers with commas, such as 0,1,2") from None
 
 
 def _recipe(path: Path | None, overrides: dict[str, Any]) -> Recipe:

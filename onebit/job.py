@@ -20,6 +20,7 @@ from onebit.checks import fingerprints
 from onebit.comm import Comm, check_same, ring_all_reduce_bytes
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
+from onebit.layerwise import layer_names, layer_stats
 from onebit.optim import FlatOptimizer
 from onebit.recipe import Recipe
 from onebit.report import Display, Metrics, Summary
@@ -47,28 +48,48 @@ class Job:
         self._bad_steps = 0
         self._skipped_before = 0
 
-    def train(self, metrics: Metrics | None, display: Display | None) -> None:
-        """All steps and evaluations. `metrics` and `display` are given on worker 0."""
+    def train(self, metrics: Metrics | None, display: Display | None, layers: Metrics | None = None) -> None:
+        """All steps and evaluations. `metrics` and `display` are given on worker 0; there too, if wanted, `layers`."""
         train = self.recipe.train
         if not isinstance(self.optimizer, FlatOptimizer):  # these compare the weights themselves
             self._compare("parameters")
+        if layers:
+            layers.write(layers=layer_names(self.optimizer))
         self.model.train()
         for number in range(1, train.steps + 1):
             self._steps.append(self._step(number))
             last = number == train.steps
             if number % train.log_every == 0 or last:
                 self._log(number, metrics, display)
-            if number % self.eval_every == 0 or last:
+            evaluated, at_switch = number % self.eval_every == 0 or last, self._at_switch(number)
+            if evaluated:
                 self._compare(f"replicas after step {number}")
                 self.eval_loss = self.evaluate()
                 if metrics and display:
-                    metrics.write(step=number, eval_loss=self.eval_loss, payload_total=self.payload_bytes())
+                    metrics.write(step=number, eval_loss=self.eval_loss, **self._totals())
                     display.evaluated(number, train.steps, self.eval_loss)
+            if metrics and at_switch and self.recipe.one_bit:
+                metrics.write(step=number, switch_to=self._stage, **self._totals())
+            if layers and (evaluated or at_switch):
+                layers.write(step=number, stage=self._stage, **layer_stats(self.optimizer))
         if not math.isfinite(self.eval_loss):
             raise ConfigError(
                 f"the held-out loss is {self.eval_loss} at the end, with {self.recipe.optimizer.name} at lr "
                 f"{self.recipe.lr:g}; lower optimizer.lr or lengthen train.lr_warmup"
             )
+
+    @property
+    def _stage(self) -> str:
+        """Of the step to come."""
+        return self.optimizer.stage.value if isinstance(self.optimizer, OneBitOptimizer) else UNCOMPRESSED
+
+    def _at_switch(self, number: int) -> bool:
+        """Whether step `number`, the last one, ended the warm-up stage.
+
+        Optimizers without a switch count as if they had one after `freeze_step` steps, so that what has changed since
+        can be set side by side.
+        """
+        return self._stage != self._steps[-1].stage if self.recipe.one_bit else number == self.recipe.freeze_step
 
     @property
     def eval_every(self) -> int:
@@ -91,8 +112,7 @@ class Job:
     def _step(self, number: int) -> "_Step":
         """One optimizer step: forward and backward of each micro batch, exchange, update."""
         train, data = self.recipe.train, self.recipe.data
-        began = self._now()
-        stage = self.optimizer.stage.value if isinstance(self.optimizer, OneBitOptimizer) else UNCOMPRESSED
+        began, stage = self._now(), self._stage
         lr = float(self.optimizer.param_groups[0]["lr"])
         mine = train.micro_batch * train.accumulation
         first = (number - 1) * mine * self.comm.size + self.comm.rank * mine
@@ -160,10 +180,14 @@ class Job:
         speed = self._samples_per_step * len(since) / sum(step.seconds for step in since)
         metrics.write(
             step=number, stage=last.stage, loss=loss, lr=last.lr, samples_per_s=round(speed, 2),
-            payload_bytes=last.payload_bytes, payload_total=self.payload_bytes(),
-            seconds=round(sum(step.seconds for step in self._steps), 4),
+            payload_bytes=last.payload_bytes, **self._totals(),
         )  # fmt: skip
         display.step(number, last.stage, loss, speed, last.payload_bytes)
+
+    def _totals(self) -> dict[str, float]:
+        """Over all steps so far, this worker: payload bytes, and seconds without evaluations."""
+        seconds = sum(step.seconds for step in self._steps)
+        return {"payload_total": self.payload_bytes(), "seconds": round(seconds, 4)}
 
     @property
     def _samples_per_step(self) -> int:

@@ -93,7 +93,10 @@ class OptimizerSection(_Section):
 
 
 class TrainSection(_Section):
-    """Length, batch and schedule of the run. `lr_warmup`: a whole number is steps, a number below 1 a share."""
+    """Length, batch and schedule of the run. `lr_warmup`: a whole number is steps, a number below 1 a share.
+
+    `record_layers`: write layers.jsonl, what the optimizer knows of each layer at every evaluation.
+    """
 
     steps: Count = 500
     micro_batch: Count = 8
@@ -102,6 +105,7 @@ class TrainSection(_Section):
     lr_decay: Literal["linear", "cosine", "constant"] = "linear"
     eval_every: Count | Literal["auto"] = "auto"
     log_every: Count = 5
+    record_layers: Annotated[bool, Field(strict=True)] = True
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     workers: Annotated[int, Field(strict=True, ge=1, le=4096)] = 1
     timeout_s: Annotated[float, Field(strict=True, ge=1.0, le=86400.0)] = 120.0
@@ -316,6 +320,7 @@ _WORDS = {
     "float_type": "it must be a number",
     "float_parsing": "it must be a number",
     "string_type": "it must be a string",
+    "bool_type": "it must be true or false",
     "tuple_type": "it must be a list",
     "missing": "a value is missing in it",
     "too_long": "it has more values than {max_length}",

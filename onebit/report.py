@@ -18,7 +18,7 @@ from rich.table import Table
 
 from onebit.errors import ConfigError
 
-METRICS, SUMMARY, ROWS = "metrics.jsonl", "summary.json", "compare.json"
+METRICS, LAYERS, SUMMARY, ROWS = "metrics.jsonl", "layers.jsonl", "summary.json", "compare.json"
 
 
 @dataclass(frozen=True)
@@ -250,10 +250,10 @@ def summary_table(summary: Summary) -> Table:
     """The outcome of one run, to print."""
     table = Table(title=f"{summary.optimizer}, {summary.workers} workers, {summary.steps} steps", show_header=False)
     rows = {
-        "held-out loss": _loss(summary.eval_loss, 4),
+        "held-out loss": loss_text(summary.eval_loss, 4),
         "payload per worker": human_bytes(summary.payload_bytes),
-        "of 16-bit all-reduce": _fraction(summary.share_of_16bit),
-        "the same, compressed stage": _fraction(summary.compressed_share_of_16bit),
+        "of 16-bit all-reduce": fraction_text(summary.share_of_16bit),
+        "the same, compressed stage": fraction_text(summary.compressed_share_of_16bit),
         "time": f"{summary.seconds:.1f} s",
         "samples/s": ", ".join(f"{stage} {speed:.0f}" for stage, speed in summary.samples_per_s.items()),
         "parameters": f"{summary.parameters:,}",
@@ -269,7 +269,8 @@ def comparison_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     rows = []
     for summary in summaries:
         row = asdict(summary)
-        row["lr"] = row.pop("recipe")["optimizer"]["lr"]
+        recipe = row.pop("recipe")
+        row |= {"lr": recipe["optimizer"]["lr"], "seed": recipe["train"]["seed"]}
         rows.append(to_json(row))
     return rows
 
@@ -288,27 +289,29 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         more = "" if row is first or not loss or not reference else f" {100 * (loss / reference - 1):+.1f} %"
         table.add_row(
             row["optimizer"],
-            _loss(loss, 3) + more,
+            loss_text(loss, 3) + more,
             human_bytes(row["payload_bytes"]),
-            _fraction(row["share_of_16bit"]),
-            _fraction(row["compressed_share_of_16bit"]),
+            fraction_text(row["share_of_16bit"]),
+            fraction_text(row["compressed_share_of_16bit"]),
             f"{row['seconds']:.1f} s",
         )
     return table
 
 
-def _loss(loss: float | None, digits: int) -> str:
+def loss_text(loss: float | None, digits: int) -> str:
+    """A loss for people; None and nan are "not finite"."""
     return f"{loss:.{digits}f}" if loss is not None and math.isfinite(loss) else "not finite"
 
 
-def _fraction(share: float | None) -> str:
+def fraction_text(share: float | None) -> str:
+    """A share for people, such as 1/4.5; "-" where there is none."""
     return f"1/{1 / share:.1f}" if share else "-"
 
 
 def read_summary(folder: Path) -> Summary:
     """The outcome of the run whose results are in `folder`."""
     values = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    return Summary(**values | {"eval_loss": _number(values["eval_loss"])})
+    return Summary(**values | {"eval_loss": finite_or_nan(values["eval_loss"])})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -316,59 +319,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _number(value: float | None) -> float:
+def read_layers(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of per-layer values, without the first, which names the layers; none without a file."""
+    return read_metrics(path)[1:] if path.exists() else []
+
+
+def finite_or_nan(value: float | None) -> float:
     """From a JSON file, where null is a number that is not finite."""
     return math.nan if value is None else value
-
-
-def smooth(values: Sequence[float | None], keep: float) -> list[float]:
-    """Running average: each value enters with 1 - keep; the first stands for all before it. None stays out, as nan."""
-    out: list[float] = []
-    average: float | None = None
-    for value in values:
-        if value is None:
-            out.append(math.nan)
-            continue
-        average = value if average is None else keep * average + (1 - keep) * value
-        out.append(average)
-    return out
-
-
-def plot(metrics: Mapping[str, Sequence[Mapping[str, Any]]], paths: Sequence[Path]) -> None:
-    """Draw loss against steps and against bytes, one colour a run.
-
-    Args:
-        metrics: name of the run -> lines of its metrics file.
-        paths: files to write; the ending says the format.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True)
-    for index, (name, lines) in enumerate(metrics.items()):
-        colour = f"C{index}"
-        steps = [line for line in lines if "loss" in line]
-        evals = [line for line in lines if "eval_loss" in line]
-        loss = smooth([line["loss"] for line in steps], 0.8)
-        for axes, key, unit in ((left, "step", 1.0), (right, "payload_total", 1e6)):
-            axes.plot([line[key] / unit for line in steps], loss, color=colour, lw=0.8, alpha=0.5)
-            axes.plot(
-                [line[key] / unit for line in evals],
-                [_number(line["eval_loss"]) for line in evals],
-                color=colour, marker="o", ms=3, lw=1.6, label=name,
-            )  # fmt: skip
-        switch = next((line["step"] for line in steps if line["stage"] == "compressed"), None)
-        if switch is not None:
-            left.axvline(switch, color=colour, lw=0.8, ls=":")
-    left.set_xlabel("step (dotted: first logged step of the compressed stage)")
-    left.set_ylabel("loss (points: held-out, thin: training, smoothed)")
-    right.set_xlabel("payload per worker, MB")
-    if any(line.get("payload_total", 0) for lines in metrics.values() for line in lines):
-        right.set_xscale("log")
-    left.legend()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    for path in paths:
-        figure.savefig(path, dpi=150)

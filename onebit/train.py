@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,18 @@ from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job
 from onebit.kernels import choose
 from onebit.recipe import Recipe, load, number, parse, resolve
-from onebit.report import METRICS, SUMMARY, Display, Metrics, Output, Summary, check_out, summary_table, writing
+from onebit.report import (
+    LAYERS,
+    METRICS,
+    SUMMARY,
+    Display,
+    Metrics,
+    Output,
+    Summary,
+    check_out,
+    summary_table,
+    writing,
+)
 from onebit.text import SPECIAL_TOKENS, all_or_none, generator, prepare
 from onebit.virtual import run_workers
 
@@ -64,8 +75,13 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
     if comm.rank == 0:
         if recipe.optimizer.name != "adamw":
             display.say("kernels: {} ({})".format(*choose(device, torch.float32)))
-        with Metrics(output.folder / METRICS) as metrics, display.bar(recipe.optimizer.name, train.steps):
-            job.train(metrics, display)
+        recorded = Metrics(output.folder / LAYERS) if train.record_layers else nullcontext()
+        with (
+            Metrics(output.folder / METRICS) as metrics,
+            recorded as layers,
+            display.bar(recipe.optimizer.name, train.steps),
+        ):
+            job.train(metrics, display, layers)
     else:
         job.train(None, None)
     summary = job.summary(time.perf_counter() - began)

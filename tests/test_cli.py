@@ -120,7 +120,8 @@ def test_two_processes_do_what_two_virtual_workers_do(tmp_path: Path, recipe: Pa
             assert a.get(key) == b.get(key)
         for key in {"loss", "eval_loss"} & a.keys():
             assert a[key] == pytest.approx(b[key], rel=1e-3)
-    assert sorted(p.name for p in (tmp_path / "processes").iterdir()) == ["metrics.jsonl", "model", "summary.json"]
+    left = sorted(p.name for p in (tmp_path / "processes").iterdir())
+    assert left == ["layers.jsonl", "metrics.jsonl", "model", "summary.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["processes", "recipe.toml", "threads"]
 
 
@@ -174,6 +175,7 @@ def test_compare_ends_with_a_table_rows_and_plots(tmp_path: Path, recipe: Path) 
     assert rows[1]["payload_bytes"] < rows[0]["payload_bytes"] / 2
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "plot.svg").read_text()
+    assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
     losses = [
         [line["loss"] for line in read_metrics(out / name / "metrics.jsonl") if "loss" in line and line["step"] <= 4]
         for name in ("lamb", "onebit-lamb", "lamb-basic-1bit")
@@ -217,6 +219,11 @@ def test_train_refuses_impossible_flags_before_it_starts_anything(
         (["--lr", "adamw=0.1"], "not among --optimizers"),
         (["--lr", "0.1"], "NAME=VALUE"),
         (["--lr", "lamb=-1"], "optimizer.lr_for is -1"),
+        (["--seeds", "0,0"], "--seeds is '0,0'; it must be one or more different numbers"),
+        (["--seeds", "0,one"], "--seeds is '0,one'; it must be whole numbers"),
+        (["--seeds", ""], "--seeds is ''; it must be whole numbers"),
+        (["--seeds", "0,-1"], "train.seed is -1"),
+        (["--seeds", "0,1", "--seed", "0"], "were both given; give one"),
     ],
 )
 def test_compare_refuses_impossible_flags(tmp_path: Path, recipe: Path, arguments: list[str], message: str) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import BertForMaskedLM, BertTokenizerFast, PreTrainedTokenizerFast
 
 import onebit
-from onebit import report
+from onebit import figures, report
 from onebit.comm import Comm, Solo
 from onebit.errors import ConfigError, MismatchError
 from onebit.job import Job, build_model, lr_factor
@@ -62,7 +62,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
 
 def test_a_run_leaves_metrics_summary_and_model(done: tuple[Path, Summary]) -> None:
     out, summary = done
-    assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "model", "summary.json"]
+    assert sorted(p.name for p in out.iterdir()) == ["layers.jsonl", "metrics.jsonl", "model", "summary.json"]
     assert not out.with_name("out.partial").exists()
     lines = read_metrics(out / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
@@ -73,6 +73,28 @@ def test_a_run_leaves_metrics_summary_and_model(done: tuple[Path, Summary]) -> N
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert read_summary(out) == summary
     assert json.loads((out / "summary.json").read_text())["recipe"]["train"]["workers"] == 2
+
+
+def test_layers_are_recorded_at_the_switch_and_at_evaluations(done: tuple[Path, Summary], tmp_path: Path) -> None:
+    out, _ = done
+    head, *records = read_metrics(out / "layers.jsonl")
+    names = [name for name, p in build_model(resolve(tiny())[0], 300, CPU).named_parameters() if p.ndim > 1]
+    assert head["layers"][: len(names)] == names
+    assert [(r["step"], r["stage"]) for r in records] == [(4, "compressed"), (6, "compressed"), (12, "compressed")]
+    kinds = {"variance_norm", "frozen_variance_norm", "coefficient", "ratio", "compression_error"}
+    for record in records:
+        assert record.keys() == kinds | {"step", "stage"}
+        assert all(len(record[kind]) == len(head["layers"]) for kind in kinds)
+    (switch,) = [line for line in read_metrics(out / "metrics.jsonl") if "switch_to" in line]
+    assert (switch["step"], switch["switch_to"]) == (4, "compressed")
+    run_virtual(tiny(optimizer__name="lamb", train__record_layers=True), tmp_path / "lamb", silent())
+    _, *uncompressed = read_metrics(tmp_path / "lamb" / "layers.jsonl")
+    assert [r["step"] for r in uncompressed] == [4, 6, 12]
+    assert uncompressed[0]["coefficient"] == records[0]["coefficient"]
+    run_virtual(tiny(train__record_layers=False), tmp_path / "off", silent())
+    assert not (tmp_path / "off" / "layers.jsonl").exists()
+    same = timeless(read_metrics(tmp_path / "off" / "metrics.jsonl"))
+    assert same == timeless(read_metrics(out / "metrics.jsonl"))
 
 
 def test_the_shares_of_16_bit_are_what_was_counted(done: tuple[Path, Summary]) -> None:
@@ -282,7 +304,7 @@ def test_numbers_that_are_not_finite_are_null_in_files_and_cope_in_tables_and_pl
     assert [json.loads(line)["loss"] for line in text.splitlines()[:4]] == [None, 2.0, None, 1.0]
     assert not {"NaN", "Infinity"} & {*text.split(), *(output.folder / "summary.json").read_text().split()}
     assert math.isnan(read_summary(output.folder).eval_loss)
-    report.plot({"a": read_metrics(output.folder / "metrics.jsonl")}, [tmp_path / "plot.png"])
+    figures.plot({"a": [read_metrics(output.folder / "metrics.jsonl")]}, [tmp_path / "plot.png"])
     rows = report.comparison_rows([lost, done[1], lost])
     assert rows[0]["eval_loss"] is None
     console = Console(width=200, record=True, file=io.StringIO())

@@ -1,0 +1,71 @@
+"""What an optimizer knows of each layer at this moment. All reads of the optimizers' private state for it are here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def layer_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names that the parameters were given with, in flat order; "parameter 0" and so on without any."""
+    named = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
+    return named or [f"parameter {i}" for i, _ in enumerate(p for g in optimizer.param_groups for p in g["params"])]
+
+
+@torch.no_grad()
+def layer_stats(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """One value per layer of each kind that the optimizer has now, in flat order. Reads from the device; no collective.
+
+    Args:
+        optimizer: one of this package, or one of torch that keeps the mean square of gradients as AdamW does.
+
+    Returns:
+        Kind -> values; empty before the first step. Kinds that the optimizer does not have are left out.
+
+        variance_norm: L1 norm of the variance; in the compressed stage of the fresh one, else of the frozen one.
+            Elements that never had a gradient count as zero, not as what stands in for them (DEV-10).
+        frozen_variance_norm: the same of the frozen variance. Compressed stage only, as all that follow but one.
+        coefficient: the last layerwise coefficient c. In both stages.
+        ratio: the last ratio r.
+        momentum_scale: s, where layers share a 1-bit scale.
+        compression_error: 2-norm of this worker's error over that of the momentum; 0 where both are zero.
+    """
+    if "_flat" in vars(optimizer):
+        return _of_ours(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    squares = [optimizer.state.get(p, {}).get("exp_avg_sq") for p in params]
+    if all(square is None for square in squares):
+        return {}
+    return {"variance_norm": [0.0 if s is None else float(s.sum(dtype=torch.float64)) for s in squares]}
+
+
+def _of_ours(optimizer: Any) -> dict[str, list[float]]:
+    """`layer_stats` of an optimizer of this package."""
+    layout, flat, layerwise = optimizer._layout, optimizer._flat, optimizer._layerwise
+    if layout is None:
+        return {}
+    exchange = getattr(optimizer, "_exchange", None)
+    alive = None if exchange is None else exchange.alive
+
+    def sums(kind: str) -> Tensor:
+        values = flat[kind] if alive is None else flat[kind] * alive
+        return torch.stack([view.sum(dtype=torch.float64) for view in layout.views(values)])
+
+    found = {"variance_norm": sums("fresh_variance" if "fresh_variance" in flat else "variance")}
+    if exchange is not None:
+        found["frozen_variance_norm"] = sums("variance")
+    for kind, name in (("coefficient", "coeff"), ("ratio", "ratio"), ("momentum_scale", "momentum_scale")):
+        if name in layerwise:
+            found[kind] = layerwise[name]
+    if exchange is not None:
+        momentum = _norms(optimizer.decoded_momentum())
+        error = _norms(layout.views(exchange.worker_error)) / layerwise.get("momentum_scale", 1.0)
+        found["compression_error"] = torch.where(error > 0, error / momentum, 0.0)
+    return {kind: values.tolist() for kind, values in found.items()}
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each, float64."""
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
