@@ -34,7 +34,7 @@ def test_paper_preset_follows_the_release_at_every_step():
     meta = json.loads(case.metadata()["meta"])
 
     def work(comm):
-        for t, x, opt in follow(comm, case, meta):
+        for t, x, opt in follow(comm, case, meta):  # noqa: B007
             expected = case.get_tensor(f"param.{t}.0")
             assert (x - expected).abs().max() <= 1e-5 * expected.abs().max(), f"step {t}"
         momentum, variance = case.get_tensor("exp_avg.0"), case.get_tensor("exp_avg_sq.0")

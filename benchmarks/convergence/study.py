@@ -17,10 +17,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 from rich.console import Console
 from rich.table import Table
