@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "onebit"
-PROGRAM = {"train", "launch", "commands"}  # they start and join process groups
+PROGRAM = {"train", "launch", "commands", "peer"}  # they start and join process groups
 
 
 def imported(path):
