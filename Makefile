@@ -43,12 +43,7 @@ bench: $(READY)  ## time the optimizer step against a copy of the same memory
 	$(BIN)/onebit bench $(ARGS)
 
 sanitize: $(TOOLS)  ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	cmake -S native -B build/asan -DONEBIT_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
-	cmake --build build/asan
-	cp build/asan/_native*.so onebit/kernels/
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=. \
-	$(BIN)/pytest tests/test_native.py tests/test_native_state.py --timeout 1200; code=$$?; rm -f onebit/kernels/_native*.so; exit $$code
+	.ci/sanitize $(BIN)/python
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,8 +1,8 @@
 """Time the optimizers' steps on one worker, network excluded, against the memory traffic that they cannot avoid.
 
 The floor of a step is its bytes per element (`FLOORS`) at the speed of a large float32 copy timed in the same rounds.
-Rounds interleave all steps and the copy; the figures are medians. Beside ours stand, where installed, other people's
-optimizers on the same parameters.
+Rounds interleave all steps, the copy and the numbers of threads; the figures are medians. Beside ours stand, where
+installed, other people's optimizers on the same parameters.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import onebit
+from onebit import peer
 from onebit.errors import ConfigError
 
+COMPRESSED = "1-bit LAMB, compressed stage"
 FLOORS = {
+    "copy": 4.0 + 4,
     # worker: gradient 4, error read and written 8, bits 0.5; again where scales are known late: gradient and error 8
     # server (one worker: the whole buffer): error read and written 8, bits 0.25
     # update: fresh variance 8, frozen 4, parameter 4 where there is weight decay; then parameter 8, frozen 4
-    "1-bit LAMB, compressed stage": 4 + 8 + 0.5 + 8 + 8 + 0.25 + 8 + 4 + 4 + 8 + 4,
+    COMPRESSED: 4 + 8 + 0.5 + 8 + 8 + 0.25 + 8 + 4 + 4 + 8 + 4,
     # gradient gathered 8, finite and measured with momentum, variance, parameter 16, applied: 4 + 16 + 8
     "LAMB, warm-up stage": 8 + 16 + 4 + 16 + 8,
 }
@@ -40,50 +43,58 @@ def bert_large_shapes(elements: int) -> list[tuple[int, ...]]:
     return shapes
 
 
-def measure(elements: int, threads: int, rounds: int) -> dict[str, Any]:
+def measure(elements: int, threads: Sequence[int], rounds: int) -> dict[str, Any]:
     """Time everything that can be timed here.
 
     Args:
         elements: parameters at least, >= 1.
-        threads: of torch, >= 1.
+        threads: of torch, each >= 1; every round times all steps with each of them.
         rounds: >= 1, after one that is not counted.
 
     Returns:
-        elements, threads, rounds, kernels, and rows: {name: {ns_per_element, and where a floor is known gb_per_s and
-        floor_ratio}}.
+        elements; rounds; peer, why there are no rows of the peer or "" if there are; and runs, one per number of
+        threads: {threads, kernels, rows, and where both are timed peer_ratio}. rows is {name: {ns_per_element, where a
+        floor is known gb_per_s and floor_ratio, and after the first run scaling}}; scaling is the first run's time over
+        this one's, peer_ratio the peer's compressed LAMB step over ours.
 
     Raises:
-        ConfigError: a value below 1.
+        ConfigError: a value below 1, or no or the same number of threads twice.
+        OnebitError: the peer is installed but does not work.
     """
-    for name, value in (("elements", elements), ("threads", threads), ("rounds", rounds)):
+    for name, value in (("elements", elements), ("threads", min(threads, default=0)), ("rounds", rounds)):
         if value < 1:
             raise ConfigError(f"bench {name} is {value}; it must be at least 1")
+    if len(set(threads)) < len(threads):
+        raise ConfigError(f"bench threads are {list(threads)}; each number may be given once")
     shapes = bert_large_shapes(elements)
     count = sum(torch.Size(shape).numel() for shape in shapes)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
-        kernels = onebit.kernels.choose(torch.device("cpu"), torch.float32)
         steps = _steps(shapes)
         source, target = torch.rand(count), torch.zeros(count)
-        times = _interleaved({"copy": lambda: target.copy_(source), **steps}, rounds)
+        times = _interleaved({"copy": lambda: target.copy_(source), **steps}, threads, rounds)
+        runs = [_run(t, times[t], times[threads[0]], count) for t in threads]
     finally:
         torch.set_num_threads(before)
-    speed = 8 * count / times["copy"]
+    return {"elements": count, "rounds": rounds, "peer": peer.obstacle(), "runs": runs}
+
+
+def _run(threads: int, times: dict[str, float], first: dict[str, float], count: int) -> dict[str, Any]:
+    """The figures with one number of threads; `first`, the times with the first one."""
+    torch.set_num_threads(threads)
     rows: dict[str, dict[str, float]] = {}
     for name, seconds in times.items():
         rows[name] = {"ns_per_element": seconds / count * 1e9}
-        floor = 8.0 if name == "copy" else FLOORS.get(name)
-        if floor is not None:
-            rows[name]["gb_per_s"] = floor * count / seconds / 1e9
-            rows[name]["floor_ratio"] = seconds / (floor * count / speed)
-    return {
-        "elements": count,
-        "threads": threads,
-        "rounds": rounds,
-        "kernels": "{} ({})".format(*kernels),
-        "rows": rows,
-    }
+        if name in FLOORS:
+            rows[name]["gb_per_s"] = FLOORS[name] * count / seconds / 1e9
+            rows[name]["floor_ratio"] = (seconds / FLOORS[name]) / (times["copy"] / FLOORS["copy"])
+        if times is not first:
+            rows[name]["scaling"] = first[name] / seconds
+    kernels = "{} ({})".format(*onebit.kernels.choose(torch.device("cpu"), torch.float32))
+    run: dict[str, Any] = {"threads": threads, "kernels": kernels, "rows": rows}
+    if peer.LAMB in times:
+        run["peer_ratio"] = times[peer.LAMB] / times[COMPRESSED]
+    return run
 
 
 def _parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
@@ -103,7 +114,7 @@ def _steps(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
         compressed.step()
     steps: dict[str, Callable[[], object]] = {
         "LAMB, warm-up stage": onebit.Lamb(_parameters(shapes), comm=onebit.comm.Solo(), **common).step,
-        "1-bit LAMB, compressed stage": compressed.step,
+        COMPRESSED: compressed.step,
         "torch AdamW, fused": torch.optim.AdamW(_parameters(shapes), fused=True, **common).step,
     }
     if importlib.util.find_spec("pytorch_optimizer") is not None:
@@ -112,16 +123,22 @@ def _steps(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
         steps["pytorch_optimizer Lamb, foreach"] = pytorch_optimizer.Lamb(
             _parameters(shapes), foreach=True, weight_decouple=False, **common
         ).step
+    if not peer.obstacle():
+        steps |= peer.steps(lambda: _parameters(shapes), **common)
     return steps
 
 
-def _interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median time of each, in seconds."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def _interleaved(
+    steps: dict[str, Callable[[], object]], threads: Sequence[int], rounds: int
+) -> dict[int, dict[str, float]]:
+    """The median time of each step with each number of threads, in seconds."""
+    times: dict[int, dict[str, list[float]]] = {t: {name: [] for name in steps} for t in threads}
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            if turn:  # the first round touches the pages
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
+            for t in threads:
+                torch.set_num_threads(t)
+                begin = time.perf_counter()
+                step()
+                if turn:  # the first round touches the pages
+                    times[t][name].append(time.perf_counter() - begin)
+    return {t: {name: statistics.median(values) for name, values in of_t.items()} for t, of_t in times.items()}

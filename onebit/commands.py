@@ -139,24 +139,24 @@ def info() -> None:
 @app.command()
 def bench(
     elements: Annotated[int, typer.Option(help="Parameters at least; BERT-Large's layers.")] = 25_000_000,
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    threads: Annotated[
+        str, typer.Option(help="Threads of torch; 1,2 times both and shows what the second adds.")
+    ] = "1",
     rounds: Annotated[int, typer.Option(help="Timed rounds; the figures are medians.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Time the optimizers' steps on one worker against the memory traffic that they cannot avoid."""
     with _clear_errors():
-        result = measure(elements, threads, rounds)
+        result = measure(elements, _whole_numbers(threads, "--threads"), rounds)
         if as_json:
             print(json.dumps(result, indent=1))
             return
-        table = Table(title=f"{result['elements']:,} elements, {threads} thread(s); kernels: {result['kernels']}")
-        for name in ("step", "ns/element", "GB/s of the floor", "times the floor"):
-            table.add_column(name, justify="left" if name == "step" else "right")
-        for name, row in result["rows"].items():
-            cells = [f"{row['ns_per_element']:.2f}"]
-            cells += [f"{row[key]:.2f}" if key in row else "-" for key in ("gb_per_s", "floor_ratio")]
-            table.add_row(name, *cells)
-        Console().print(table)
+        for run in result["runs"]:
+            Console().print(_bench_table(result["elements"], run))
+            if "peer_ratio" in run:
+                _say(f"1-bit LAMB, compressed stage: {run['peer_ratio']:.1f} times the peer's speed")
+        if result["peer"]:
+            _say(f"no rows of the peer: {result['peer']}")
 
 
 @contextmanager
@@ -220,10 +220,29 @@ def _seeds(text: str, seed: int | None) -> list[int]:
     """The numbers of --seeds."""
     if seed is not None:
         raise ConfigError(f"--seeds {text} and --seed {seed} were both given; give one")
+    return _whole_numbers(text, "--seeds")
+
+
+def _whole_numbers(text: str, flag: str) -> list[int]:
+    """`1,2` as numbers."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--seeds is {text!r}; it must be whole numbers with commas, such as 0,1,2") from None
+        raise ConfigError(f"{flag} is {text!r}; it must be whole numbers with commas between them, as in 1,2") from None
+
+
+def _bench_table(elements: int, run: dict[str, Any]) -> Table:
+    """The times of one number of threads."""
+    columns = {"ns/element": "ns_per_element", "GB/s of the floor": "gb_per_s", "times the floor": "floor_ratio"}
+    if "scaling" in run["rows"]["copy"]:
+        columns["speed-up"] = "scaling"
+    table = Table(title=f"{elements:,} elements, {run['threads']} thread(s); kernels: {run['kernels']}")
+    table.add_column("step")
+    for title in columns:
+        table.add_column(title, justify="right")
+    for name, row in run["rows"].items():
+        table.add_row(name, *(f"{row[key]:.2f}" if key in row else "-" for key in columns.values()))
+    return table
 
 
 def _recipe(path: Path | None, overrides: dict[str, Any]) -> Recipe:
