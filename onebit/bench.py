@@ -21,16 +21,29 @@ from onebit import peer
 from onebit.errors import ConfigError
 
 COMPRESSED = "1-bit LAMB, compressed stage"
+COMPACT = "1-bit LAMB, compact state"
+ADAM = "1-bit Adam, compressed stage"
+ADAM_COMPACT = "1-bit Adam, compact state"
+
+
+def _floor(error: float, variance: float, fresh: bool) -> float:
+    """Of a compressed step, given the bytes that an element of the worker error and of a variance takes."""
+    worker = 4 + 2 * error + 0.5 + 4 + error  # gradient, error read and written, bits; both again: scales come late
+    server = 8 + 0.25  # one worker: the whole buffer
+    measured = 3 * variance + 4 if fresh else 0  # fresh read and written, frozen, and parameter for the weight decay
+    return worker + server + measured + 8 + variance  # parameter read and written, frozen
+
+
 FLOORS = {
     "copy": 4.0 + 4,
-    # worker: gradient 4, error read and written 8, bits 0.5; again where scales are known late: gradient and error 8
-    # server (one worker: the whole buffer): error read and written 8, bits 0.25
-    # update: fresh variance 8, frozen 4, parameter 4 where there is weight decay; then parameter 8, frozen 4
-    COMPRESSED: 4 + 8 + 0.5 + 8 + 8 + 0.25 + 8 + 4 + 4 + 8 + 4,
-    # gradient gathered 8, finite and measured with momentum, variance, parameter 16, applied: 4 + 16 + 8
-    "LAMB, warm-up stage": 8 + 16 + 4 + 16 + 8,
+    COMPRESSED: _floor(4, 4, fresh=True),
+    COMPACT: _floor(1 + 4 / 128, 2, fresh=True),
+    ADAM: _floor(4, 4, fresh=False),
+    ADAM_COMPACT: _floor(1 + 4 / 128, 2, fresh=False),
+    # measured: gradient, momentum, variance, parameter; applied: gradient 4, momentum, variance and parameter 8 each
+    "LAMB, warm-up stage": 16 + 4 + 3 * 8.0,
 }
-"""Bytes per element, float32 state, one worker."""
+"""Bytes per element, one worker."""
 
 
 def bert_large_shapes(elements: int) -> list[tuple[int, ...]]:
@@ -109,12 +122,9 @@ def _parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
 def _steps(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
     """Each optimizer's step, ready to be timed."""
     common: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
-    compressed = onebit.OneBitLamb(_parameters(shapes), freeze_step=1, comm=onebit.comm.Solo(), **common)
-    for _ in range(2):  # the warm-up, and the last step that holds the momentum as numbers
-        compressed.step()
     steps: dict[str, Callable[[], object]] = {
         "LAMB, warm-up stage": onebit.Lamb(_parameters(shapes), comm=onebit.comm.Solo(), **common).step,
-        COMPRESSED: compressed.step,
+        **_compressed_steps(shapes, common),
         "torch AdamW, fused": torch.optim.AdamW(_parameters(shapes), fused=True, **common).step,
     }
     if importlib.util.find_spec("pytorch_optimizer") is not None:
@@ -125,6 +135,19 @@ def _steps(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
         ).step
     if not peer.obstacle():
         steps |= peer.steps(lambda: _parameters(shapes), **common)
+    return steps
+
+
+def _compressed_steps(shapes: list[tuple[int, ...]], common: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    steps: dict[str, Callable[[], object]] = {}
+    makers = ((onebit.OneBitLamb, COMPRESSED, COMPACT), (onebit.OneBitAdam, ADAM, ADAM_COMPACT))
+    for make, full, compact in makers:
+        settings: list[tuple[str, dict[str, Any]]] = [(full, {"state": "full"}), (compact, {"state": "compact"})]
+        for name, state in settings:
+            optimizer = make(_parameters(shapes), freeze_step=1, comm=onebit.comm.Solo(), **state, **common)
+            for _ in range(2):  # the warm-up, and the last step that holds the momentum as numbers
+                optimizer.step()
+            steps[name] = optimizer.step
     return steps
 
 
