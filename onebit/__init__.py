@@ -2,6 +2,8 @@
 
 from onebit.codec import OneBit
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
+from onebit.freeze import AutoFreeze
+from onebit.guard import SwitchGuard
 from onebit.layerwise_rate import Lamb
 from onebit.onebit_adam import OneBitAdam
 from onebit.onebit_lamb import OneBitLamb
@@ -12,6 +14,7 @@ from onebit.virtual import run_workers
 
 __all__ = [
     "PAPER",
+    "AutoFreeze",
     "CommError",
     "ConfigError",
     "Lamb",
@@ -22,5 +25,6 @@ __all__ = [
     "OneBitLamb",
     "OnebitError",
     "Stage",
+    "SwitchGuard",
     "run_workers",
 ]

@@ -8,69 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
 from onebit.backend import BucketStep, Momentum, chosen
-from onebit.checks import check_in, checksum
-from onebit.codec import BucketCodec, OneBit
+from onebit.checks import checksum
+from onebit.codec import BucketCodec
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
 from onebit.exchange import Exchange
 from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Bucket, Run
-from onebit.optim import FlatOptimizer, Stage
+from onebit.optim import Stage
+from onebit.stages import TwoStages
 
 log = logging.getLogger("onebit")
-
-DeadElements = Literal["hold", "exchange"]
-StateKind = Literal["auto", "compact", "full"]
 
 AUTO_IS_COMPACT = False
 
 
-@dataclass(frozen=True)
-class Compression:
-    """How the compressed stage works: what 1-bit LAMB and 1-bit Adam are both told.
-
-    Raises:
-        ConfigError: a value outside what is listed at `OneBitLamb`.
-    """
-
-    freeze_step: int
-    codec: OneBit
-    variance_floor: float
-    dead_elements: DeadElements
-    momentum_scales: bool
-    state: StateKind
-
-    def __post_init__(self) -> None:
-        freeze_step = self.freeze_step
-        if not isinstance(freeze_step, int) or isinstance(freeze_step, bool) or freeze_step < 1:
-            raise ConfigError(f"freeze_step is {freeze_step!r}; it must be a whole number of updates, at least 1")
-        if not 0 <= self.variance_floor < 1:
-            raise ConfigError(f"variance_floor is {self.variance_floor}; it must lie in [0, 1)")
-        check_in("dead_elements", self.dead_elements, ("hold", "exchange"))
-        check_in("state", self.state, ("auto", "compact", "full"))
-
-
-class OneBitOptimizer(FlatOptimizer):
-    """Two stages. A subclass says how far each layer goes in both."""
-
-    _compression: Compression
-    _exchange: Exchange | None = None
-
-    @property
-    def freeze_step(self) -> int:
-        return self._compression.freeze_step
-
-    @property
-    def stage(self) -> Stage:
-        return Stage.WARMUP if self._exchange is None else Stage.COMPRESSED
+class OneBitOptimizer(TwoStages):
+    """A subclass says how far each layer goes in both stages."""
 
     def stats(self) -> dict[str, Any]:
         """As in the warm-up stage, and in the compressed stage the norms of the momentum, of this worker's error and
@@ -103,7 +64,7 @@ class OneBitOptimizer(FlatOptimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         how = self._compression
-        named = [*super()._settings(), ("freeze_step", str(how.freeze_step))]
+        named = [*super()._settings(), ("freeze_step", str(how.freeze_step)), ("total_steps", str(how.total_steps))]
         named += [("variance_floor", str(how.variance_floor))]
         for i, group in enumerate(self.param_groups):
             mask = group.get("exp_avg_mask")
@@ -155,17 +116,7 @@ class OneBitOptimizer(FlatOptimizer):
                 extra["rank"],
             )
 
-    # -- the switch ------------------------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        if self._exchange is not None:
-            self._compressed_step(self._exchange)
-            return
-        self._warmup_step()
-        if self._steps >= self.freeze_step:
-            self._settle()  # the one time that the host waits: was the last step of the warm-up one that counts?
-        if self._steps >= self.freeze_step:
-            self._switch()
+    # -- the switch, and back --------------------------------------------------------------------------------------
 
     def _may_defer(self) -> bool:
         if self._exchange is None:
@@ -175,10 +126,10 @@ class OneBitOptimizer(FlatOptimizer):
     def _switch(self) -> None:
         """End the warm-up stage: freeze the variance, allocate the errors, find dead elements. [A1: T_w]"""
         assert self._layout is not None
-        v, how = self._flat["variance"], self._compression
-        dead = (v == 0) & (self._flat["momentum"] == 0)
-        for run in self._layout.runs:
-            lamb.freeze_variance(v[run.slice], dead[run.slice] if self._holds else None, run, how.variance_floor)
+        how = self._compression
+        frozen, dead = self._would_freeze()
+        self._flat["variance"].copy_(frozen)
+        del frozen
         self._end_warmup()
         exchange = self._allocate_compressed()
         if how.momentum_scales:
@@ -188,9 +139,51 @@ class OneBitOptimizer(FlatOptimizer):
         if self.comm.rank == 0:
             alive = exchange.alive
             asleep = 0 if alive is None else int((~alive).sum())
-            log.info("compressed stage from update %d on; %d elements never had a gradient", self._steps + 1, asleep)
+            log.info(
+                "compressed stage from update %d on (%s); %d elements never had a gradient",
+                self._steps + 1,
+                self.freeze_reason,
+                asleep,
+            )
             if self._mask is not None and self._holds and self._kernels == "native":
                 log.info("exp_avg_mask was given: the worker's part runs in torch, which is slower")
+
+    def _leave_compressed(self) -> None:
+        """Back to the state of a warm-up stage: the momentum as numbers, with the errors of all workers folded in.
+
+        What was not sent yet, the mean of the worker errors and the server errors, is what the next compressed step
+        would have added to its momentum; m + errors / beta1 makes the next uncompressed one add it.
+        """
+        assert self._layout is not None
+        exchange = self._exchange
+        assert exchange is not None
+        left = exchange.total_error()
+        momentum = self._layout.zeros(self._dtype, self._device)
+        for view, m in zip(self._layout.views(momentum), self.decoded_momentum(), strict=True):
+            view.copy_(m)
+        hypers, scales = self._hypers(), self._layerwise.get("momentum_scale")
+        for run in self._layout.runs:
+            beta1, unsent = hypers.of(run).beta1, left[run.slice]
+            if scales is not None:
+                unsent = unsent / run.spread(scales[run.layer_slice])
+            if beta1 > 0:
+                momentum[run.slice] += unsent / beta1
+        variance = self._flat["variance"].to(self._dtype)
+        if exchange.alive is not None:
+            variance *= exchange.alive  # dead elements had the mean of the others there
+        self._exchange = None
+        for name in ("fresh_variance",):
+            self._drop(self._flat, name)
+        for name in ("ratio", "momentum_scale", "step_size"):
+            self._drop(self._layerwise, name)
+        self._add_flat("variance", variance)
+        self._add_flat("momentum", momentum)
+
+    def _drop(self, kind: dict[str, Tensor], name: str) -> None:
+        """Let go a kind of state, with its views."""
+        kind.pop(name, None)
+        for state in self.state.values():
+            state.pop(name, None)
 
     def _end_warmup(self) -> None:
         """What a subclass does with its own state at the switch, before that of the compressed stage is added."""
@@ -248,12 +241,6 @@ class OneBitOptimizer(FlatOptimizer):
             out.copy_(~view if self._holds else ~view.all())
         return alive if self._mask is None or not self._holds else alive & unpack_bits(self._mask)
 
-    def _momentum_scales(self) -> Tensor:
-        assert self._layout is not None
-        norms = torch.cat([run.norms(self._flat["momentum"][run.slice]) for run in self._layout.runs])
-        sizes = torch.tensor([layer.numel for layer in self._layout.layers], dtype=torch.float64, device=self._device)
-        return lamb.momentum_scales(norms, sizes)
-
     def _layer_scale(self, bucket: Bucket) -> Tensor | None:
         """The momentum scales of a bucket's layers; None where there are none."""
         scales = self._layerwise.get("momentum_scale")
@@ -289,6 +276,8 @@ class OneBitOptimizer(FlatOptimizer):
         for step, momentum in zip(steps, now, strict=True):
             self._update(step.keeping(keep), momentum)
         self._keep(now)
+        if self._watch is not None:
+            self._look_out(exchange.norm(gathered))
 
     def _note_wishes(self, exchange: Exchange, headers: list[Tensor], keep: Tensor | None) -> None:
         """Remember whether a dead element asks to wake; with the verdict, where that is still on the device."""
@@ -317,9 +306,7 @@ class OneBitOptimizer(FlatOptimizer):
     def _keep(self, momentum: Sequence[Momentum]) -> None:
         """From here on the momentum is bits; the numbers of the warm-up stage are let go."""
         self._momentum = list(momentum)
-        self._flat.pop("momentum", None)
-        for state in self.state.values():
-            state.pop("momentum", None)
+        self._drop(self._flat, "momentum")
 
     def _update(self, step: BucketStep, now: Momentum) -> None:
         """Everyone's part on one bucket: from the momentum that all hold to the new parameters."""

@@ -79,6 +79,28 @@ class Exchange:
         for error, bucket in zip(self.errors, self.layout.buckets, strict=True):
             _write(error, values[bucket.slice], None)
 
+    def total_error(self) -> Tensor:
+        """What was not sent yet: the mean of the worker errors, plus the server errors; [layout.numel], new.
+
+        Equal on all workers. A collective.
+        """
+        total = self.worker_error.clone()
+        if self.comm.size > 1:
+            total /= self.comm.size
+        self.comm.all_reduce(total)
+        for bucket in self.layout.buckets:
+            mine = self.server_error[self.server_slice(bucket)].contiguous().view(torch.uint8)
+            total[bucket.slice] += self.comm.all_gather(mine).wait().flatten().view(total.dtype)
+        return total
+
+    def norm(self, gathered: list[Tensor]) -> float:
+        """The 2-norm of a decoded mean, from the messages of all buckets; waits for the device."""
+        squares = [
+            (codec.all_scales(messages).double().square() * torch.cat(codec.live)).sum()
+            for codec, messages in zip(self.codecs, gathered, strict=True)
+        ]
+        return float(torch.stack(squares).sum().sqrt())
+
     def set_alive(self, alive: Tensor | None) -> None:
         """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""
         self.some_dead = alive is not None and not bool(alive.all())

@@ -13,8 +13,11 @@ from onebit.averaging import Transport
 from onebit.backend import BucketStep, Momentum
 from onebit.codec import OneBit
 from onebit.comm import Comm
-from onebit.compressed import Compression, DeadElements, OneBitOptimizer, StateKind
+from onebit.compressed import OneBitOptimizer
+from onebit.freeze import FreezeStep
+from onebit.guard import SwitchGuard
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS
+from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,7 +38,8 @@ class OneBitAdam(OneBitOptimizer):
             AdamW. A group may hold `exp_avg_mask`, as in `OneBitLamb`.
         bias_correction: as in AdamW; off, as released. In the compressed stage the momentum's goes on, and the
             variance's stays what it was at the switch.
-        freeze_step, codec, variance_floor, dead_elements, state, warmup_transport, bucket_elements: as in `OneBitLamb`.
+        freeze_step, total_steps, codec, variance_floor, dead_elements, state, warmup_transport, bucket_elements,
+        guard: as in `OneBitLamb`.
             Compact state takes 3.2 instead of 8.2 bytes per parameter, and 4 / n more for the server error.
         momentum_scales: as in `OneBitLamb`; off, as released, also where layers share a scale.
 
@@ -48,7 +52,7 @@ class OneBitAdam(OneBitOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        freeze_step: int = 1000,
+        freeze_step: FreezeStep = 1000,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -62,9 +66,13 @@ class OneBitAdam(OneBitOptimizer):
         state: StateKind = "auto",
         warmup_transport: Transport = "fp32",
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        total_steps: int | None = None,
+        guard: SwitchGuard | None = None,
     ) -> None:
         codec = OneBit() if codec is None else codec
-        self._compression = Compression(freeze_step, codec, variance_floor, dead_elements, momentum_scales, state)
+        self._compression = Compression(
+            freeze_step, total_steps, codec, variance_floor, dead_elements, momentum_scales, state, guard
+        )
         self._bias_correction = bias_correction
         self._frozen_at = 0  # updates that went into the frozen variance
         super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)

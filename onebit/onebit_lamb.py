@@ -13,12 +13,15 @@ from onebit.backend import BucketStep, Momentum, chosen
 from onebit.checks import check_in
 from onebit.codec import OneBit
 from onebit.comm import Comm
-from onebit.compressed import Compression, DeadElements, OneBitOptimizer, StateKind
+from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.exchange import Exchange
+from onebit.freeze import FreezeStep
+from onebit.guard import SwitchGuard
 from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
 from onebit.layout import Run
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS
+from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +40,10 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
     Args:
         params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm: as in `Lamb`. A group may
             hold `exp_avg_mask`, 0 where its single parameter's momentum must stay zero in the compressed stage.
-        freeze_step: real updates before the switch, >= 1 (DEV-11).
+        freeze_step: real updates before the switch, >= 1 (DEV-11); or a share of `total_steps`, in (0, 1); or
+            `onebit.AutoFreeze(...)`.
+        total_steps: updates of the whole run, where it is known.
+        guard: `onebit.SwitchGuard(...)` may postpone the switch, or go back to the warm-up stage after it; None: never.
         coeff_beta: decay of the average of c in the warm-up, [0, 1).
         factor_min, factor_max: hard bounds of the ratio, 0 < min <= max.
         factor_threshold: soft bound, the largest relative change of the ratio in a step, > 0; inf: none.
@@ -68,7 +74,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        freeze_step: int = 1000,
+        freeze_step: FreezeStep = 1000,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -90,6 +96,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         state: StateKind = "auto",
         warmup_transport: Transport = "fp32",
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        total_steps: int | None = None,
+        guard: SwitchGuard | None = None,
     ) -> None:
         if not 0 < factor_min <= factor_max:
             raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
@@ -99,7 +107,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         shared = codec.scale == "bucket"
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)
         scaled = shared if momentum_scales is None else momentum_scales
-        self._compression = Compression(freeze_step, codec, variance_floor, dead_elements, scaled, state)
+        self._compression = Compression(
+            freeze_step, total_steps, codec, variance_floor, dead_elements, scaled, state, guard
+        )
         self._ratio_form = check_in("ratio", ratio, ("sqrt", "variance", "fixed"))
         self._ratio_bounds = (factor_min, factor_max, factor_threshold)
         self._scaled_error = check_in("error_feedback", error_feedback, ("unscaled", "scaled")) == "scaled"

@@ -1,0 +1,256 @@
+"""The two stages of a 1-bit optimizer: when the warm-up stage ends, what is looked at before, and the way back."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from onebit import lamb
+from onebit.checks import check_in
+from onebit.codec import OneBit
+from onebit.errors import ConfigError
+from onebit.exchange import Exchange
+from onebit.freeze import AutoFreeze, FreezeStep, Settling, check_freeze_step
+from onebit.guard import LayerPreview, SwitchGuard, Watch, preview, sentence
+from onebit.layout import Bucket
+from onebit.optim import FlatOptimizer, Stage
+
+log = logging.getLogger("onebit")
+
+DeadElements = Literal["hold", "exchange"]
+StateKind = Literal["auto", "compact", "full"]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How the compressed stage works: what 1-bit LAMB and 1-bit Adam are both told.
+
+    Raises:
+        ConfigError: a value outside what is listed at `OneBitLamb`.
+    """
+
+    freeze_step: FreezeStep
+    total_steps: int | None
+    codec: OneBit
+    variance_floor: float
+    dead_elements: DeadElements
+    momentum_scales: bool
+    state: StateKind
+    guard: SwitchGuard | None
+
+    def __post_init__(self) -> None:
+        check_freeze_step(self.freeze_step, self.total_steps)
+        if not 0 <= self.variance_floor < 1:
+            raise ConfigError(f"variance_floor is {self.variance_floor}; it must lie in [0, 1)")
+        check_in("dead_elements", self.dead_elements, ("hold", "exchange"))
+        check_in("state", self.state, ("auto", "compact", "full"))
+
+
+class TwoStages(FlatOptimizer):
+    """A warm-up stage, a compressed stage, and the ways between; what the second one does is in `compressed.py`."""
+
+    _compression: Compression
+    _exchange: Exchange | None = None
+    _freeze_at: int | None = None  # the update that ends this warm-up stage, where it is known
+    _settling: Settling | None = None  # else the rule at work, from the first step on
+    _watch: Watch | None = None
+    freeze_reason = ""
+    """Why the last warm-up stage ended; empty before it did."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        how = self._compression
+        freeze = check_freeze_step(how.freeze_step, how.total_steps)
+        self._freeze_at = None if isinstance(freeze, AutoFreeze) else freeze
+        self._watch = None if how.guard is None else Watch(how.guard)
+        super().__init__(*args, **settings)
+
+    @property
+    def freeze_step(self) -> int | None:
+        """The update with which the warm-up stage ends or ended; None while `AutoFreeze` has not decided."""
+        return self._freeze_at
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.WARMUP if self._exchange is None else Stage.COMPRESSED
+
+    @torch.no_grad()
+    def refreeze(self, steps: int) -> None:
+        """Go back to the warm-up stage for `steps` updates, >= 1: for a new learning rate, sequence length or data.
+
+        What the errors hold is folded into the momentum, so nothing is lost. In the warm-up stage: it ends `steps`
+        updates from now. A collective.
+
+        Raises:
+            ConfigError: steps is no whole number, at least 1.
+        """
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"refreeze steps is {steps!r}; it must be a whole number of updates, at least 1")
+        self._settle()
+        if self._exchange is not None:
+            self._leave_compressed()
+        self._freeze_at = self._steps + steps
+        if self.comm.rank == 0:
+            log.info("warm-up stage for %d updates, up to update %d", steps, self._freeze_at)
+
+    @torch.no_grad()
+    def preview_switch(self) -> dict[str, LayerPreview]:
+        """What the first compressed step would do to each layer if the variance were frozen now: {layer name: ...}.
+
+        On this worker, from its momentum and its own gradients, which must still be there; no traffic. Logged at the
+        switch. Empty before the first step and in the compressed stage.
+        """
+        if self._layout is None or self._exchange is not None:
+            return {}
+        frozen, dead = self._would_freeze()
+        scales = self._momentum_scales() if self._compression.momentum_scales else None
+        grads, hypers, found = self._gradients(), self._hypers(), []
+        for bucket in self._layout.buckets:
+            codec = self._backend.codec(bucket, self._compression.codec)
+            codec.set_alive(~dead[bucket.slice])
+            x = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
+            self._backend.gather(bucket, grads[bucket.layer_slice], x)
+            below, spread = torch.ones_like(x), torch.ones_like(x)
+            for run in self._layout.runs:
+                if bucket.start <= run.start < bucket.stop:
+                    here = slice(run.start - bucket.start, run.stop - bucket.start)
+                    lamb.local_momentum(self._flat["momentum"][run.slice], x[here], hypers.of(run).beta1, None)
+                    below[here] = frozen[run.slice].sqrt() + hypers.of(run).eps
+                    if scales is not None:
+                        spread[here] = run.spread(scales[run.layer_slice].to(self._dtype))
+            decoded = codec.decode(codec.encode(x * spread)) / spread
+            found += preview(x, decoded, below, partial(_norms, bucket))
+        return dict(zip(self._names(), found, strict=True))
+
+    def observe(self, loss: float) -> None:
+        """Tell a `SwitchGuard` this step's loss on this worker; the mean over the workers is watched. A collective.
+
+        Raises:
+            ConfigError: there is no guard.
+        """
+        if self._watch is None:
+            raise ConfigError("observe was called without a guard; pass guard=onebit.SwitchGuard(...)")
+        losses = [struct.unpack("d", item)[0] for item in self.comm.all_gather_bytes(struct.pack("d", float(loss)))]
+        self._watch.observe(sum(losses) / len(losses))
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "freeze_step": self._freeze_at, "freeze_reason": self.freeze_reason}
+
+    def _step(self) -> None:
+        if self._exchange is not None:
+            self._compressed_step(self._exchange)
+            return
+        before = self._steps
+        self._warmup_step()
+        if self._looks_at_switch():
+            self._settle()  # the host waits here: was this a step that counts?
+            if self._steps > before and self._freeze_due() and not self._postponed():
+                self._switch()
+                if self._watch is not None:
+                    self._watch.switched()
+
+    def _looks_at_switch(self) -> bool:
+        """Whether this step may be the last of the warm-up stage."""
+        if self._freeze_at is not None:
+            return self._steps >= self._freeze_at
+        if self._settling is None:
+            rule = self._compression.freeze_step
+            assert isinstance(rule, AutoFreeze)
+            self._settling = Settling(rule, float(self.param_groups[0]["betas"][1]), self._compression.total_steps)
+        return self._settling.wants_norms(self._steps)
+
+    def _freeze_due(self) -> bool:
+        if self._freeze_at is not None:
+            self.freeze_reason = f"{self._steps} updates, as was asked"
+            return True
+        assert self._settling is not None
+        assert self._layout is not None
+        sums = [view.sum(dtype=torch.float64) for view in self._layout.views(self._flat["variance"])]
+        lr = float(self.param_groups[0]["lr"])
+        if not self._settling.settled(self._steps, lr, torch.stack(sums)):
+            return False
+        self._freeze_at, self.freeze_reason = self._steps, self._settling.reason
+        return True
+
+    def _postponed(self) -> bool:
+        """Look at what the switch would do, say it, and wait if the guard says so. All workers decide alike."""
+        layers = self.preview_switch()
+        if self.comm.rank == 0:
+            log.info("before the switch: %s", sentence(layers))
+        if self._watch is None:
+            return False
+        mine = sorted(layer.stretch for layer in layers.values() if layer.stretch > 0)
+        packed = struct.pack("d", mine[len(mine) // 2] if mine else 0.0)
+        stretch = max(struct.unpack("d", item)[0] for item in self.comm.all_gather_bytes(packed))
+        if not self._watch.postpones(stretch):
+            return False
+        self._freeze_at = self._steps + self._watch.guard.postpone_steps
+        if self.comm.rank == 0:
+            log.warning(
+                "the switch is postponed to update %d: the update of the median layer would be %.1f times too long",
+                self._freeze_at,
+                stretch,
+            )
+        return True
+
+    def _look_out(self, momentum_norm: float) -> None:
+        """After a compressed update: return to the warm-up stage if the guard sees the run go astray."""
+        assert self._watch is not None
+        why = self._watch.alarm(momentum_norm)
+        if why:
+            if self.comm.rank == 0:
+                log.warning("back to the warm-up stage at update %d: %s", self._steps, why)
+            self.refreeze(self._watch.guard.rewarm_steps)
+
+    def _would_freeze(self) -> tuple[Tensor, Tensor]:
+        """The variance as it would be frozen now, and which elements never had a gradient: [layout.numel] each."""
+        assert self._layout is not None
+        frozen, how = self._flat["variance"].clone(), self._compression
+        dead = (frozen == 0) & (self._flat["momentum"] == 0)
+        for run in self._layout.runs:
+            held = dead[run.slice] if how.dead_elements == "hold" else None
+            lamb.freeze_variance(frozen[run.slice], held, run, how.variance_floor)
+        return frozen, dead
+
+    def _extra_state(self) -> dict[str, Any]:
+        settling = None if self._settling is None else self._settling.state()
+        return {
+            **super()._extra_state(),
+            "freeze_at": self._freeze_at,
+            "freeze_reason": self.freeze_reason,
+            "settling": settling,
+        }
+
+    def _load_extra_state(self, extra: dict[str, Any]) -> None:
+        super()._load_extra_state(extra)
+        self._freeze_at, self.freeze_reason, self._settling = extra["freeze_at"], extra["freeze_reason"], None
+        if extra["settling"] is not None and self._freeze_at is None:
+            self._looks_at_switch()
+            assert self._settling is not None
+            self._settling.load(extra["settling"])
+
+    def _momentum_scales(self) -> Tensor:
+        assert self._layout is not None
+        norms = torch.cat([run.norms(self._flat["momentum"][run.slice]) for run in self._layout.runs])
+        sizes = torch.tensor([layer.numel for layer in self._layout.layers], dtype=torch.float64, device=self._device)
+        return lamb.momentum_scales(norms, sizes)
+
+    def _switch(self) -> None:
+        raise NotImplementedError
+
+    def _leave_compressed(self) -> None:
+        raise NotImplementedError
+
+    def _compressed_step(self, exchange: Exchange) -> None:
+        raise NotImplementedError
+
+
+def _norms(bucket: Bucket, flat: Tensor) -> Tensor:
+    """The 2-norm of each layer of a flat bucket, float64."""
+    parts = [flat[layer.start - bucket.start : layer.stop - bucket.start] for layer in bucket.layers]
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
