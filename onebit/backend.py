@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.codec import BucketCodec, OneBit
+from onebit.deferred import send
 from onebit.exchange import Source, TensorSource
 from onebit.kernels import unpack_bits
 from onebit.kernels.compact import round_bf16_random
@@ -44,7 +45,7 @@ class Hypers:
     def rates(self, device: torch.device) -> Tensor:
         """The learning rate of each layer, float64 [layers]."""
         rates = [self._groups[layer.group].lr for layer in self._layout.layers]
-        return torch.tensor(rates, dtype=torch.float64, device=device)
+        return send(torch.tensor(rates, dtype=torch.float64), device)
 
 
 @dataclass(frozen=True)

@@ -164,11 +164,10 @@ def _read(error: Tensor | Int8) -> Tensor:
 
 def _write(error: Tensor | Int8, values: Tensor, keep: Tensor | None) -> None:
     """Replace the values, where `keep`, bool [], is true; None: it is."""
-    chosen = values if keep is None else torch.where(keep, values, _read(error))
     if isinstance(error, Int8):
-        error.write(chosen)
+        error.write(values, keep)
     else:
-        error.copy_(chosen)
+        error.copy_(values if keep is None else torch.where(keep, values, error))
 
 
 class Source(Protocol):

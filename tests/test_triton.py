@@ -7,22 +7,29 @@ the same kernels compile for real devices, and benchmarks/gpu.py runs them on on
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from deferred_case import run_deferred
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested")
 
+import triton
+import triton.language as tl
+
 import onebit
 from onebit import lamb
-from onebit.backend import Hypers, Momentum, TorchBackend
+from onebit.backend import BucketStep, Hypers, Momentum, TorchBackend
 from onebit.codec import OneBit
 from onebit.comm import Solo
 from onebit.errors import ConfigError, LayoutError
 from onebit.kernels import choose, pack_bits
 from onebit.kernels import triton as kernels
+from onebit.kernels import triton_jit_state as jit_state
 from onebit.kernels import triton_operands as operands
+from onebit.kernels.compact import Int8, round_bf16_random
 from onebit.layout import FlatLayout
 from onebit.triton_backend import TritonBackend
 
@@ -74,6 +81,9 @@ class World:
     def per_layer(self):
         return torch.empty(len(self.sizes)).uniform_(0.5, 2, generator=self.random)
 
+    def step(self, codec, scale=None, number=1, keep=None):
+        return BucketStep(codec, self.hypers, scale, number, keep)
+
     def messages(self):
         """What some worker's codec might have sent."""
         return self.codecs[0].encode(self.values())
@@ -96,11 +106,14 @@ def same_messages(codec, a, b):
 
 
 WORLDS = {
-    "one tile": lambda: World([5, 3], 1, OneBit()),
-    "layers in chunks and tiles": lambda: World([5, 0, 130, 17], 2, OneBit(), masked=True),
-    "one scale": lambda: World([40, 7, 60], 3, OneBit(scale="bucket")),
-    "blocks of means": lambda: World([33, 9], 1, OneBit(scale="block", block_elements=20, kind="mean"), masked=True),
+    "one tile": lambda tile=128: World([5, 3], 1, OneBit(), tile=tile),
+    "layers in chunks and tiles": lambda tile=128: World([5, 0, 130, 17], 2, OneBit(), masked=True, tile=tile),
+    "one scale": lambda tile=128: World([40, 7, 60], 3, OneBit(scale="bucket"), tile=tile),
+    "blocks of means": lambda tile=128: World(
+        [33, 9], 1, OneBit(scale="block", block_elements=20, kind="mean"), masked=True, tile=tile
+    ),
 }
+LONG = lambda tile=128: World([300, 9, 290], 2, OneBit(), masked=True, tile=tile)  # noqa: E731  chunks of 304 elements
 worlds = pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
 
 
@@ -120,10 +133,10 @@ def test_worker_side_equals_the_reference(world, flat):
     sent, errors = [], []
     for backend, codec in zip((w.torch, w.triton), w.codecs, strict=True):
         errors.append(error.clone())
-        source = backend.source(codec, grads, momentum, w.hypers, scale, mask if flat else None)
+        source = backend.source(w.step(codec, scale), grads, momentum, mask if flat else None)
         sent.append(source.encode(codec, errors[-1], factor))
         assert torch.equal(errors[-1], error)
-        source.commit(codec, errors[-1], factor, sent[0])
+        source.commit(codec, errors[-1], factor, sent[0], None)
     assert same_messages(w.codecs[0], *sent)
     assert same(*errors)
 
@@ -160,13 +173,133 @@ def test_update_equals_the_reference(world, form):
     found = []
     for backend, codec in zip((w.torch, w.triton), w.codecs, strict=True):
         v, parameters = fresh.clone(), w.split(x.clone())
-        quotient, norms = backend.measure(codec, parameters, now, before, frozen, v, w.hypers, scale, form, 1)
-        backend.apply(codec, parameters, now, frozen, w.hypers, scale, step)
+        quotient, norms = backend.measure(w.step(codec, scale), parameters, now, before, frozen, v, form)
+        backend.apply(w.step(codec, scale), parameters, now, frozen, step)
         found.append((v, quotient, norms.direction, norms.update, torch.cat(parameters)))
     assert same(found[0][0], found[1][0])
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
         assert near(a, b)
+
+
+def int8_error(w):
+    """Of ordinary values, with a group of zeros and one whose values are too small to keep."""
+    values = w.values(0.1)
+    rows = values.view(w.workers, -1)
+    rows[0, 128:256] *= 1e-37
+    rows[-1, 256:] = 0
+    error = Int8.zeros(w.bucket)
+    error.write(values)
+    return error
+
+
+def copy_of(error):
+    return Int8(error.data.clone(), error.scales.clone()) if isinstance(error, Int8) else error.clone()
+
+
+def parts_of(error):
+    return (error.data, error.scales) if isinstance(error, Int8) else (error,)
+
+
+@pytest.mark.parametrize("tile", [128, 256])
+@pytest.mark.parametrize("world", [*WORLDS.values(), LONG], ids=[*WORLDS, "several groups"])
+def test_int8_errors_equal_the_reference_to_the_bit(world, tile):
+    w = world(tile)
+    grads, momentum = w.split(w.values()), Momentum(w.messages(), pack_bits(w.mask()) if w.masked else None)
+    grads[0] *= 1e-5  # a group of tiny errors beside ordinary ones
+    factor, before = w.per_layer() if w.workers > 1 else None, int8_error(w)
+    sent, errors = [], []
+    for backend, codec in zip((w.torch, w.triton), w.codecs, strict=True):
+        errors.append(copy_of(before))
+        source = backend.source(w.step(codec), grads, momentum, None)
+        sent.append(source.encode(codec, errors[-1], factor))
+        source.commit(codec, errors[-1], factor, sent[0], None)
+    assert same_messages(w.codecs[0], *sent)
+    assert torch.equal(errors[0].data, errors[1].data)
+    assert torch.equal(errors[0].scales, errors[1].scales)
+    assert not torch.equal(errors[0].data, before.data)
+
+
+def test_errors_too_small_for_a_scale_become_zero():
+    w = LONG()
+    grads, momentum, error = w.split(w.values() * 1e-38), w.values() * 0, Int8.zeros(w.bucket)
+    error.data.fill_(3)
+    source = w.triton.source(w.step(w.codecs[1]), grads, momentum, None)
+    sent = source.encode(w.codecs[1], error, None)
+    source.commit(w.codecs[1], error, None, sent, None)
+    assert 0 < error.scales.max() < 1e-36
+    assert not error.data.any()
+
+
+@pytest.mark.parametrize("number", [1, 2**31 + 5])
+@pytest.mark.parametrize("world", [*WORLDS.values(), LONG], ids=[*WORLDS, "several groups"])
+def test_bfloat16_variances_equal_the_reference_to_the_bit(world, number):
+    w = world()
+    now = Momentum(w.messages(), pack_bits(w.mask()) if w.masked else None)
+    before = Momentum(w.messages(), now.mask)
+    frozen, fresh, x, step = w.positive().bfloat16(), w.positive().bfloat16(), w.values(), w.per_layer()
+    fresh[0], fresh[2], fresh[4] = float("inf"), float("nan"), 0
+    found = []
+    for backend, codec in zip((w.torch, w.triton), w.codecs, strict=True):
+        v, parameters = fresh.clone(), w.split(x.clone())
+        quotient, norms = backend.measure(w.step(codec, None, number), parameters, now, before, frozen, v, "sqrt")
+        backend.apply(w.step(codec, None, number), parameters, now, frozen, step)
+        found.append((v.view(torch.int16), quotient, norms.direction, norms.update, torch.cat(parameters)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], fresh.view(torch.int16))
+    for a, b in zip(found[0][1:], found[1][1:], strict=True):
+        assert near(a, b)
+
+
+@triton.jit(do_not_specialize=["number"])
+def rounded_at(x, out, start, number, TILE: tl.constexpr):
+    at = tl.arange(0, TILE).to(tl.int64)
+    jit_state.store_variance(out, tl.load(x + at), at, at >= 0, start, number)
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - 60, 2**40 + 8])
+@pytest.mark.parametrize("number", [1, 2**31, 2**33 + 5])
+def test_random_rounding_depends_on_all_bits_of_step_and_place(start, number):
+    specials = [0.0, -0.0, 1e-45, 3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan")]
+    x = torch.cat([torch.tensor(specials), torch.randn(120, generator=torch.Generator().manual_seed(1))])
+    x.view(torch.int32)[7:9] = torch.tensor([0x7F800001, -1], dtype=torch.int32)  # nan of little and of large payload
+    out = torch.zeros(128, dtype=torch.int16)
+    rounded_at[(1,)](x, out, start, number, TILE=128)
+    assert torch.equal(out, round_bf16_random(x, 0, number, start).view(torch.int16))
+    assert not torch.equal(out, round_bf16_random(x, 0, number + 2**32, start).view(torch.int16))
+    assert not torch.equal(out, round_bf16_random(x, 0, number, start + 2**32).view(torch.int16))
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["full", "compact"])
+def test_nothing_changes_where_the_step_does_not_count(compact):
+    w = World([40, 130], 2, OneBit(), masked=True)
+    codec, now = w.codecs[1], Momentum(w.messages(), pack_bits(w.mask()))
+    dtype = torch.bfloat16 if compact else torch.float32
+    frozen, steps, g = w.positive().to(dtype), w.per_layer(), w.values()
+    worker_error = int8_error(w) if compact else w.values(0.1)
+    state = {"m": w.values(), "v": w.positive(), "fresh": w.positive().to(dtype)}
+    state |= {"x": w.values(), "warm x": w.values(), "server": w.values(0.1)[: w.bucket.chunk]}
+    received = torch.stack([w.messages()[1] for _ in range(2)])
+
+    def after(keep):
+        mine, error = {name: values.clone() for name, values in state.items()}, copy_of(worker_error)
+        keep, x = None if keep is None else torch.tensor(keep), w.split(mine["x"])
+        step = w.step(codec, None, 7, keep)
+        w.triton.warmup_apply(w.bucket, w.split(mine["warm x"]), g, mine["m"], mine["v"], w.hypers, steps, keep)
+        source = w.triton.source(step, w.split(g), now, None)
+        source.commit(codec, error, None, source.encode(codec, error, None), keep)
+        reply = codec.serve(received, 1, mine["server"], None)
+        codec.commit_served(received, 1, mine["server"], None, reply, keep)
+        w.triton.measure(step, x, now, now, frozen, mine["fresh"], "sqrt")
+        w.triton.apply(step, x, now, frozen, steps)
+        return {**mine, **{f"error {i}": part for i, part in enumerate(parts_of(error))}}
+
+    before = {**state, **{f"error {i}": part for i, part in enumerate(parts_of(worker_error))}}
+    counted, kept, dropped = after(None), after(True), after(False)
+    for name, values in before.items():
+        assert torch.equal(dropped[name], values), name
+        assert torch.equal(kept[name], counted[name]), name
+        assert not torch.equal(kept[name], values), name
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), -float("inf"), 1e20])
@@ -184,7 +317,7 @@ def test_warm_up_equals_the_reference(bad):
         assert bool(finite) == (bad is None)
         assert torch.equal(m, state[0])
         assert torch.equal(v, state[1])
-        backend.warmup_apply(w.bucket, parameters, g, m, v, w.hypers, step)
+        backend.warmup_apply(w.bucket, parameters, g, m, v, w.hypers, step, None)
         found.append((m, v, out, norms.x, norms.direction, norms.update, torch.cat(parameters)))
     for a, b in zip(found[0][:3], found[1][:3], strict=True):
         assert same(a, b)
@@ -203,8 +336,8 @@ def test_gradients_and_parameters_of_sixteen_bits():
 
     frozen, now, step = w.positive(), Momentum(w.messages()), w.per_layer() * 0.1
     wide = [p.float() for p in mixed]
-    w.triton.apply(w.codecs[1], wide, now, frozen, w.hypers, None, step)
-    w.triton.apply(w.codecs[1], mixed, now, frozen, w.hypers, None, step)
+    w.triton.apply(w.step(w.codecs[1]), wide, now, frozen, step)
+    w.triton.apply(w.step(w.codecs[1]), mixed, now, frozen, step)
     for a, b in zip(mixed, wide, strict=True):
         assert torch.equal(a, b.to(a.dtype))
 
@@ -225,10 +358,14 @@ def train(comm, settings, seen):
         if opt._exchange is not None and isinstance(opt._momentum[0], Momentum):
             seen[comm.rank].append(opt._momentum[0].messages.clone())
     assert opt.stats()["skipped_steps"] == 1
-    return torch.cat([p.detach().flatten() for p in params])
+    return torch.cat([p.detach().flatten() for p in params]), opt._flat["fresh_variance"]
 
 
-@pytest.mark.parametrize("settings", [{}, onebit.PAPER], ids=["default", "paper"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"state": "full"}, {**onebit.PAPER, "state": "full"}, {"state": "compact", "bucket_elements": 35}],
+    ids=["full", "paper", "compact"],
+)
 def test_twelve_steps_send_the_same_bytes_as_the_reference(settings, monkeypatch):
     found = {}
     for name in ("reference", "triton"):
@@ -239,8 +376,9 @@ def test_twelve_steps_send_the_same_bytes_as_the_reference(settings, monkeypatch
     assert len(sent[0]) >= 7
     for a, b in zip(sent[0] + sent[1], sent_too[0] + sent_too[1], strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(*got)
-    assert torch.allclose(got[0], expected[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[0][0], got[1][0])
+    assert torch.allclose(got[0][0], expected[0][0], rtol=1e-6, atol=1e-6)
+    assert same(got[0][1], expected[0][1])
 
 
 class Operations(TorchDispatchMode):
@@ -287,25 +425,39 @@ def test_work_of_a_step_does_not_grow_with_layers(monkeypatch):
     few = work_of_steps(10)
     assert few == work_of_steps(60)
     (warmup, _), (compressed, _) = few
-    assert (sum(warmup.values()), sum(compressed.values())) == (4, 10)
+    assert (sum(warmup.values()), sum(compressed.values())) == (5, 10)  # one worker: gradients are gathered twice
 
 
-def test_nothing_is_read_from_the_device(monkeypatch):
+@pytest.mark.parametrize("compact", [False, True], ids=["full", "compact"])
+def test_nothing_is_read_from_the_device(compact, monkeypatch):
     """Reading a value is the operation _local_scalar_dense, on any device."""
     monkeypatch.setattr(operands, "launch", pretend)
     w = World([5, 0, 130, 17], 2, OneBit(), masked=True)
     codec, x, mask = w.codecs[1], w.split(w.values()), pack_bits(w.mask())
-    now = Momentum(w.messages(), mask)
+    now, keep = Momentum(w.messages(), mask), torch.tensor(True)
+    error = int8_error(w) if compact else w.values()
+    v = w.positive().to(torch.bfloat16 if compact else torch.float32)
+    step = w.step(codec, None, 1, keep)
     with Operations() as operations:
-        w.triton.warmup_measure(w.bucket, x, w.values(), w.values(), w.positive(), w.hypers)
-        source = w.triton.source(codec, x, now, w.hypers, None, mask)
-        sent = source.encode(codec, w.values(), None)
+        w.triton.warmup_measure(w.bucket, x, w.split(w.values()), w.values(), w.positive(), w.hypers)
+        w.triton.warmup_apply(w.bucket, x, w.values(), w.values(), w.positive(), w.hypers, w.per_layer(), keep)
+        source = w.triton.source(step, x, now, mask)
+        sent = source.encode(codec, error, None)
         reply = codec.serve(sent, 1, torch.zeros(w.bucket.chunk), None)
-        codec.commit_served(sent, 1, torch.zeros(w.bucket.chunk), None, reply)
-        source.commit(codec, w.values(), None, sent)
-        w.triton.measure(codec, x, now, now, w.positive(), w.positive(), w.hypers, None, "sqrt", 1)
-        w.triton.apply(codec, x, now, w.positive(), w.hypers, None, w.per_layer())
+        codec.commit_served(sent, 1, torch.zeros(w.bucket.chunk), None, reply, keep)
+        source.commit(codec, error, None, sent, keep)
+        w.triton.measure(step, x, now, now, v, v, "sqrt")
+        w.triton.apply(step, x, now, v, w.per_layer())
     assert not any("local_scalar" in name or "nonzero" in name for name in operations.counts)
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_a_late_verdict_leads_to_the_same_run(state, monkeypatch):
+    monkeypatch.setenv("ONEBIT_KERNELS", "triton")
+    make = partial(onebit.OneBitLamb, freeze_step=3, state=state, weight_decay=0.1)
+    at_once, later, unseen = run_deferred(monkeypatch, make, 1, (35, 3), 10, (1, 7))
+    assert at_once == later
+    assert {1, 7, 8} <= set(unseen)
 
 
 def test_misuse_is_refused_with_the_operand_named():
@@ -320,6 +472,17 @@ def test_misuse_is_refused_with_the_operand_named():
     ]:
         with pytest.raises(LayoutError, match=words):
             kernels.TensorList("x", tensors, plan)
+    error = Int8(torch.zeros(8, dtype=torch.int8), torch.zeros(1))
+    for call, words in [
+        (lambda: plan.error("error", error), r"error.scales is torch.float32 \[1\]; .* \[1, 1\]"),
+        (lambda: plan.variance("v", torch.zeros(8).half()), r"v is torch.float16 \[8\]; it must be torch.float32"),
+        (
+            lambda: plan.verdict(torch.ones(1, dtype=torch.bool)),
+            r"keep is torch.bool \[1\]; it must be .* \[\]",
+        ),
+    ]:
+        with pytest.raises(LayoutError, match=words):
+            call()
     with pytest.raises(LayoutError, match=r"out is torch\.float32"):
         kernels.gather(plan, kernels.TensorList("x", x, plan), torch.zeros(3))
 
@@ -328,7 +491,7 @@ def test_autograd_is_told_of_changes_in_place():
     w = World([5, 3], 1, OneBit())
     x = w.split(w.values())
     before = x[0]._version
-    w.triton.apply(w.codecs[1], x, Momentum(w.messages()), w.positive(), w.hypers, None, w.per_layer())
+    w.triton.apply(w.step(w.codecs[1]), x, Momentum(w.messages()), w.positive(), w.per_layer())
     assert x[0]._version > before
 
 

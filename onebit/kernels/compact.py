@@ -43,13 +43,14 @@ class Int8:
         """The values, float32 [numel]."""
         return (self._grouped(self.data.float()) * self.scales.unsqueeze(-1)).flatten(1)[:, : self._chunk].flatten()
 
-    def write(self, x: Tensor) -> None:
-        """Round finite values, float32 [numel], to nearest."""
+    def write(self, x: Tensor, keep: Tensor | None = None) -> None:
+        """Round finite values, float32 [numel], to nearest; not where `keep`, bool [] or None, is False."""
         grouped = self._grouped(x)
         largest = grouped.abs().amax(-1)
-        self.scales.copy_(largest / 127)
         inverse = torch.where(largest > 1e-36, 127 / largest, 0.0)
-        self.data.copy_((grouped * inverse.unsqueeze(-1)).round().flatten(1)[:, : self._chunk].flatten())
+        data, scales = (grouped * inverse.unsqueeze(-1)).round().flatten(1)[:, : self._chunk].flatten(), largest / 127
+        self.data.copy_(data if keep is None else torch.where(keep, data, self.data))
+        self.scales.copy_(scales if keep is None else torch.where(keep, scales, self.scales))
 
     @property
     def _chunk(self) -> int:

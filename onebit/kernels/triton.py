@@ -2,7 +2,7 @@
 
 They work where Triton does (CUDA, ROCm, XPU) and, for tests, on the CPU in Triton's interpreter, which
 TRITON_INTERPRET=1 chooses when this is imported. Nothing here waits for the device: sums, counts and verdicts stay
-tensors on it.
+tensors on it. `keep`, bool [] or None, is such a verdict: where it is False a kernel changes nothing.
 
 Rounding: `launch` passes enable_fp_fusion=False and the kernels use div_rn and sqrt_rn, so every operation rounds by
 itself, as on the CPU; nothing is tuned at run time, so all workers with the same kind of device sum in the same order.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels import triton_jit as jit
+from onebit.kernels.compact import Int8
 from onebit.kernels.triton_operands import (
     INTERPRETED,
     TILE,
@@ -67,7 +68,12 @@ class Worker:
         )
 
     def encode(
-        self, error: Tensor, factor: Tensor | None, alive: Tensor | None, messages: Tensor, kind: Literal["rms", "mean"]
+        self,
+        error: Tensor | Int8,
+        factor: Tensor | None,
+        alive: Tensor | None,
+        messages: Tensor,
+        kind: Literal["rms", "mean"],
     ) -> tuple[Tensor, Tensor]:
         """Write the signs into `messages`. Two launches.
 
@@ -77,7 +83,7 @@ class Worker:
         """
         plan = self._plan
         sizes, asking = plan.per_piece(1), plan.per_tile()
-        given = (plan.flat("error", error), plan.per_layer("factor", factor), plan.mask("alive", alive))
+        given = (*plan.error("error", error), plan.per_layer("factor", factor), plan.mask("alive", alive))
         messages = plan.messages("messages", messages)
         absolute = kind == "mean"
         plan.over_tiles(
@@ -85,11 +91,14 @@ class Worker:
         )
         return plan.summed(sizes, plan.block_edges)[0], asking.sum()
 
-    def commit(self, error: Tensor, factor: Tensor | None, alive: Tensor | None, sent: Tensor) -> None:
+    def commit(
+        self, error: Tensor | Int8, factor: Tensor | None, alive: Tensor | None, sent: Tensor, keep: Tensor | None
+    ) -> None:
         """error = input - decode(sent), in place. One launch."""
         plan = self._plan
-        given = (plan.flat("error", error), plan.per_layer("factor", factor), plan.mask("alive", alive))
-        plan.over_tiles(jit.worker_commit, *self._own, *given, plan.messages("sent", sent), messages=True)
+        given = (*plan.error("error", error), plan.per_layer("factor", factor), plan.mask("alive", alive))
+        after = (plan.messages("sent", sent), plan.verdict(keep))
+        plan.over_tiles(jit.worker_commit, *self._own, *given, *after, messages=True)
 
 
 def server_encode(
@@ -122,9 +131,10 @@ def server_commit(
     factor: Tensor | None,
     alive: Tensor | None,
     reply: Tensor,
+    keep: Tensor | None,
 ) -> None:
     """error = mean + error * factor - decode(reply), in place. One launch."""
-    plan.over_chunk(jit.server_commit, chunk, *_server(plan, received, error, factor, alive, reply))
+    plan.over_chunk(jit.server_commit, chunk, *_server(plan, received, error, factor, alive, reply), plan.verdict(keep))
 
 
 def _server(
@@ -155,8 +165,14 @@ def lamb_measure(
     v_frozen: Tensor,
     v_fresh: Tensor,
     form: Literal["sqrt", "variance"],
+    number: int,
+    keep: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Refresh the variance, in place. Three launches.
+
+    Args:
+        v_frozen, v_fresh: [bucket], float32 or bfloat16; the latter is rounded as `round_bf16_random` does with seed 0
+            and step `number`.
 
     Returns:
         [layers] each: the largest quotient (float32), and the sums of squares of m / (sqrt(v_frozen) + eps) and of
@@ -166,8 +182,9 @@ def lamb_measure(
     plan.over_tiles(
         jit.lamb_measure,
         *(x.table, x.count, constants_of(plan, hyper), now.messages, now.mask, *_momentum("before", before, plan)),
-        *(plan.per_layer("layer_scale", layer_scale), plan.flat("v_frozen", v_frozen), plan.flat("v_fresh", v_fresh)),
-        *(sums, largest),
+        *(plan.per_layer("layer_scale", layer_scale), plan.variance("v_frozen", v_frozen)),
+        *(plan.variance("v_fresh", v_fresh), sums, largest),
+        *(plan.bucket.start, number, plan.verdict(keep)),
         messages=True,
         counted=True,
         VARIANCE=form == "variance",
@@ -184,13 +201,14 @@ def apply(
     layer_scale: Tensor | None,
     v_frozen: Tensor,
     step: Tensor,
+    keep: Tensor | None,
 ) -> None:
     """x -= step * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place; step: [layers]. One launch."""
     plan.over_tiles(
         jit.apply,
         *(x.table, x.count, constants_of(plan, hyper), now.messages, now.mask),
-        *(plan.per_layer("layer_scale", layer_scale), plan.flat("v_frozen", v_frozen)),
-        plan.per_layer("step", step.float()),
+        *(plan.per_layer("layer_scale", layer_scale), plan.variance("v_frozen", v_frozen)),
+        *(plan.per_layer("step", step.float()), plan.verdict(keep)),
         messages=True,
     )
     x.touch()
@@ -212,11 +230,20 @@ def warmup_measure(
     return direction, update, weight, bad.sum() == 0
 
 
-def warmup_apply(plan: Plan, hyper: Tensor, x: TensorList, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+def warmup_apply(
+    plan: Plan,
+    hyper: Tensor,
+    x: TensorList,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    keep: Tensor | None,
+) -> None:
     """m = m * beta1 + g * (1 - beta1); v = v * beta2 + (1 - beta2) * g * g; x -= step * u, in place. One launch."""
     flat = (plan.flat("g", g), plan.flat("m", m), plan.flat("v", v))
-    steps = plan.per_layer("step", step.float())
-    plan.over_tiles(jit.warmup_apply, x.table, x.count, constants_of(plan, hyper), *flat, steps)
+    after = (plan.per_layer("step", step.float()), plan.verdict(keep))
+    plan.over_tiles(jit.warmup_apply, x.table, x.count, constants_of(plan, hyper), *flat, *after)
     x.touch()
 
 

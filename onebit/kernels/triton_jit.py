@@ -18,12 +18,18 @@ Shared arguments:
   masks     uint8 [bucket / 8], a bit per element packed as signs are, or None for all 1
   momentum  the messages of all chunks, uint8; where it is not yet signs, `flat` holds it, float32 [bucket], else None
   layer_scale, factor, step: float32 [layers]
+  error     float32 [bucket], `error_scales` None; or int8 [bucket] with a scale per 128 elements of a chunk
+  frozen, fresh: variances, [bucket]: float32, or bfloat16 as int16
+  keep      uint8 [], whether the step counts, or None: it does; where it is 0 nothing is changed, and what else a
+            kernel returns means nothing
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations. A name that is not used is not just `_`: in a
 # loop Triton wants every name to keep its type.
 import triton
 import triton.language as tl
+
+from onebit.kernels.triton_jit_state import load_error, load_variance, store_int8, store_variance
 
 F32 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
@@ -45,6 +51,15 @@ def piece_of(pieces, p, at):
     start = tl.load(row + 2)
     inside = (at >= start) & (at < start + tl.load(row + 3))
     return tl.load(row), tl.load(row + 1) + at - start, inside, tl.load(row + 4)
+
+
+@triton.jit
+def pieces_of(tiles, t, keep):
+    """The first piece of a tile and the one after its last; none where the step does not count."""
+    first, stop = tl.load(tiles + t), tl.load(tiles + t + 1)
+    if keep is not None:
+        stop = tl.where(tl.load(keep) != 0, stop, first)
+    return first, stop
 
 
 @triton.jit
@@ -129,8 +144,8 @@ def gather(lists, layers, out, pieces, tiles, chunk, per_chunk, TILE: tl.constex
 
 @triton.jit
 def worker_input(
-    p, pieces, row, offset, at, grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error, factor,
-    stride, head,
+    p, pieces, row, offset, at, grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error,
+    error_scales, factor, chunk, stride, head,
 ):  # fmt: skip
     """(g * (1 - beta1) + m * beta1) * layer_scale, zero where `held` is 0, + error * factor: of the piece's elements.
 
@@ -146,12 +161,13 @@ def worker_input(
         m = tl.load(flat + at, mask=inside, other=0.0) * keep
     own = (load_list(grads, layers, layer, in_layer, inside) * add + m) * scale
     own = masked(own, held, at, inside)
-    return own + tl.load(error + at, mask=inside, other=0.0) * tl.load(factor + layer), inside, place
+    old = load_error(error, error_scales, row, offset, at, chunk, inside)
+    return own + old * tl.load(factor + layer), inside, place
 
 
 @triton.jit
 def worker_encode(
-    grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error, factor,
+    grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error, error_scales, factor,
     alive, messages, sizes, asking,
     pieces, tiles, chunk, per_chunk, stride, head, ABSOLUTE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +179,7 @@ def worker_encode(
     for p in range(tl.load(tiles + t), tl.load(tiles + t + 1)):
         value, inside, _place = worker_input(
             p, pieces, row, offset, at, grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error,
-            factor, stride, head,
+            error_scales, factor, chunk, stride, head,
         )  # fmt: skip
         if alive is not None:
             dead = load_bits(alive, at, inside) == 0
@@ -178,20 +194,29 @@ def worker_encode(
 
 @triton.jit
 def worker_commit(
-    grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error, factor,
-    alive, messages,
+    grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error, error_scales, factor,
+    alive, messages, keep,
     pieces, tiles, chunk, per_chunk, stride, head, TILE: tl.constexpr,
 ):  # fmt: skip
     """error = input - sign * scale, in place."""
     t = tl.program_id(0)
     row, offset, at = tile_of(t, chunk, per_chunk, TILE)
-    for p in range(tl.load(tiles + t), tl.load(tiles + t + 1)):
+    first, stop = pieces_of(tiles, t, keep)
+    x = tl.zeros((TILE,), tl.float32)
+    for p in range(first, stop):
         value, inside, place = worker_input(
             p, pieces, row, offset, at, grads, layers, hyper, momentum, momentum_mask, flat, layer_scale, held, error,
-            factor, stride, head,
+            error_scales, factor, chunk, stride, head,
         )  # fmt: skip
         signs = masked(load_signs(messages + row * stride + head, offset, inside), alive, at, inside)
-        tl.store(error + at, value - signs * scale_of(messages, place), mask=inside)
+        left = value - signs * scale_of(messages, place)
+        if error_scales is None:
+            tl.store(error + at, left, mask=inside)
+        else:
+            x = tl.where(inside, left, x)
+    if error_scales is not None:  # noqa: SIM102 - this is decided when compiling
+        if first < stop:  # a tile without pieces is padding, whose error stays zero
+            store_int8(error, error_scales, x, row, offset, chunk, TILE)
 
 
 # -- the server's side: one chunk, tiles counted from its first --------------------------------------------------
@@ -233,12 +258,13 @@ def server_encode(
 
 @triton.jit
 def server_commit(
-    received, workers, error, factor, alive, reply, index,
+    received, workers, error, factor, alive, reply, keep, index,
     pieces, tiles, chunk, per_chunk, stride, head, TILE: tl.constexpr,
 ):  # fmt: skip
     t = index * per_chunk + tl.program_id(0)
     _row, offset, at = tile_of(t, chunk, per_chunk, TILE)
-    for p in range(tl.load(tiles + t), tl.load(tiles + t + 1)):
+    first, stop = pieces_of(tiles, t, keep)
+    for p in range(first, stop):
         value, inside, place = server_mean(
             p, pieces, index, offset, at, received, workers, alive, error, factor, stride, head
         )
@@ -249,15 +275,17 @@ def server_commit(
 # -- everyone's side -----------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def lamb_measure(
     x, layers, hyper, now, now_mask, before, before_mask, flat, layer_scale, frozen, fresh, sums, largest,
+    start, number, keep,
     pieces, tiles, count, chunk, per_chunk, stride, head, VARIANCE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Refresh the variance in place; sums: float64 [2, pieces], direction and update; largest: int32 [pieces]."""
     t = tl.program_id(0)
     row, offset, at = tile_of(t, chunk, per_chunk, TILE)
-    for p in range(tl.load(tiles + t), tl.load(tiles + t + 1)):
+    first, stop = pieces_of(tiles, t, keep)
+    for p in range(first, stop):
         layer, in_layer, inside, place = piece_of(pieces, p, at)
         h = hyper + layer * 6
         beta1, below, beta2, add = tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3)
@@ -270,15 +298,15 @@ def lamb_measure(
         else:
             m_old = tl.load(flat + at, mask=inside, other=0.0) * beta1
 
-        v = tl.load(fresh + at, mask=inside, other=1.0)
+        v = load_variance(fresh, at, inside)
         g = tl.div_rn(m - m_old, below)
         refreshed = v * beta2 + g * add * g
         if now_mask is not None:
             alive = load_bits(now_mask, at, inside) != 0
             refreshed = tl.where(alive, refreshed, v)
-        tl.store(fresh + at, refreshed, mask=inside)
+        store_variance(fresh, refreshed, at, inside, start, number)
 
-        a = tl.load(frozen + at, mask=inside, other=1.0)
+        a = load_variance(frozen, at, inside)
         root = tl.sqrt_rn(a) + eps
         if VARIANCE:
             positive = refreshed > 0
@@ -300,18 +328,19 @@ def lamb_measure(
 
 @triton.jit
 def apply(
-    x, layers, hyper, now, now_mask, layer_scale, frozen, step,
+    x, layers, hyper, now, now_mask, layer_scale, frozen, step, keep,
     pieces, tiles, chunk, per_chunk, stride, head, TILE: tl.constexpr,
 ):  # fmt: skip
     """x -= step * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place."""
     t = tl.program_id(0)
     row, offset, at = tile_of(t, chunk, per_chunk, TILE)
-    for p in range(tl.load(tiles + t), tl.load(tiles + t + 1)):
+    first, stop = pieces_of(tiles, t, keep)
+    for p in range(first, stop):
         layer, in_layer, inside, place = piece_of(pieces, p, at)
         eps, decay = tl.load(hyper + layer * 6 + 4), tl.load(hyper + layer * 6 + 5)
         signs = masked(load_signs(now + row * stride + head, offset, inside), now_mask, at, inside)
         m = signs * tl.div_rn(scale_of(now, place), tl.load(layer_scale + layer))
-        u = tl.div_rn(m, tl.sqrt_rn(tl.load(frozen + at, mask=inside, other=1.0)) + eps)
+        u = tl.div_rn(m, tl.sqrt_rn(load_variance(frozen, at, inside)) + eps)
         parameter = load_list(x, layers, layer, in_layer, inside)
         u = tl.where(decay != 0.0, u + parameter * decay, u)
         store_list(x, layers, layer, in_layer, parameter - u * tl.load(step + layer), inside)
@@ -352,11 +381,12 @@ def warmup_measure(
 
 @triton.jit
 def warmup_apply(
-    x, layers, hyper, g, m, v, step, pieces, tiles, chunk, per_chunk, TILE: tl.constexpr,
+    x, layers, hyper, g, m, v, step, keep, pieces, tiles, chunk, per_chunk, TILE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     _row, _offset, at = tile_of(t, chunk, per_chunk, TILE)
-    for p in range(tl.load(tiles + t), tl.load(tiles + t + 1)):
+    first, stop = pieces_of(tiles, t, keep)
+    for p in range(first, stop):
         layer, in_layer, inside, _place = piece_of(pieces, p, at)
         h = hyper + layer * 6
         grad = tl.load(g + at, mask=inside, other=0.0)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onebit.errors import LayoutError
 from onebit.kernels import triton_jit as jit
+from onebit.kernels.compact import ERROR_GROUP, Int8
 from onebit.kernels.plan import Blocks, cut_pieces
 from onebit.layout import Bucket
 
@@ -114,6 +115,24 @@ class Plan:
     def flat(self, name: str, tensor: Tensor) -> Tensor:
         """One float32 value per element of the bucket."""
         return self.checked(name, tensor, (self.bucket.numel,), torch.float32)
+
+    def variance(self, name: str, tensor: Tensor) -> Tensor:
+        """One float32 or bfloat16 value per element; the latter as int16, since the kernels widen and round them."""
+        if tensor.dtype is not torch.bfloat16:
+            return self.flat(name, tensor)
+        return self.checked(name, tensor, (self.bucket.numel,), torch.bfloat16).view(torch.int16)
+
+    def error(self, name: str, error: Tensor | Int8) -> tuple[Tensor, Tensor | None]:
+        """A worker error's values, and its scales or None."""
+        if isinstance(error, Tensor):
+            return self.flat(name, error), None
+        shape = (self.bucket.workers, -(-self.bucket.chunk // ERROR_GROUP))
+        data = self.checked(f"{name}.data", error.data, (self.bucket.numel,), torch.int8)
+        return data, self.checked(f"{name}.scales", error.scales, shape, torch.float32)
+
+    def verdict(self, keep: Tensor | None) -> Tensor | None:
+        """Whether a step counts, bool []; None: it does."""
+        return None if keep is None else self.checked("keep", keep, (), torch.bool).view(torch.uint8)
 
     def mask(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """One bit per element of the bucket; None for none."""
