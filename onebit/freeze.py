@@ -23,7 +23,7 @@ class AutoFreeze:
     """Freeze once the variance has settled: the rule of 1-bit Adam (arXiv 2102.02888), with its threshold.
 
     Settled means that the L1 norm of the variance, each norm divided by 1 - beta2^t, is within a factor of what it was
-    `look_back` updates before, threshold <= now / then <= 1 / threshold, and the learning rate no longer rises (DEV-17).
+    `look_back` updates before, threshold <= now / then <= 1 / threshold, and the learning rate rises no more (DEV-17).
 
     Args:
         threshold: in (0, 1). For a shorter look-back than 1 / (1 - beta2) it is drawn towards 1 as a steady drift
