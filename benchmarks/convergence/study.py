@@ -2,8 +2,8 @@
 
     python benchmarks/convergence/study.py benchmarks/convergence/granularity.toml --out runs/granularity
 
-The TOML file is a recipe of `onebit train` with three more keys: `seeds`, `baseline` (the variant that gaps are taken
-to) and [variants.NAME] tables, whose keys go over those of [optimizer]. Runs that --out already holds are not done
+The TOML file is a recipe of `onebit train` with a few more keys: `seeds`, `baseline` (the variant that gaps are taken
+to), `task` ("bert", or one of tasks.py) and [variants.NAME] tables, whose keys go over those of [optimizer]. Runs that --out already holds are not done
 again. Without `data.text` the text is the GNU Collaborative International Dictionary of English, from Debian's package
 dict-gcide, fetched by apt-get; it is not kept in the repository. Workers are virtual: threads of this process.
 """
@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import tasks
 import tomllib
 import torch
 from rich.console import Console
@@ -58,6 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     study = tomllib.loads(args.study.read_text())
+    task = study.pop("task", "bert")
     seeds, baseline, variants = study.pop("seeds"), study.pop("baseline"), study.pop("variants")
     megabytes = study.pop("megabytes", 4)
     study.setdefault("data", {}).setdefault("text", [str(fetch_text(args.out.parent / "text", megabytes))])
@@ -66,14 +68,19 @@ def main() -> None:
             result = args.out / f"{name}-{seed}.json"
             if not result.exists():
                 result.parent.mkdir(parents=True, exist_ok=True)
-                result.write_text(json.dumps(run(study, variants[name], seed, args.out / "models" / f"{name}-{seed}")))
+                found = run(task, study, variants[name], seed, args.out / "models" / f"{name}-{seed}")
+                result.write_text(json.dumps(found))
     rows = collect(args.out, list(variants), baseline)
     (args.out / "table.json").write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1))
     show(rows, baseline)
 
 
-def run(study: dict[str, Any], variant: dict[str, Any], seed: int, out: Path) -> dict[str, Any]:
+def run(task: str, study: dict[str, Any], variant: dict[str, Any], seed: int, out: Path) -> dict[str, Any]:
     """One training; what the table and its reader need of it."""
+    if task != "bert":
+        found = tasks.run(task, study, variant, seed)
+        print(f"{out.name}: {found['eval_loss']:.4f} in {found['seconds']:.0f} s", flush=True)
+        return found
     given = {f"optimizer.{key}": value for key, value in variant.items()}
     summary = run_virtual(parse(study, {**given, "train.seed": seed}), out, Display(Console(quiet=True), quiet=True))
     print(f"{out.name}: {summary.eval_loss:.4f} in {summary.seconds:.0f} s", flush=True)
