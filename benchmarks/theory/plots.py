@@ -55,18 +55,19 @@ def _speed_up(study: dict[str, Any], problem: str) -> Any:
         left.plot([r["n"] * r["T"] for r in rows], [np.mean(r["mean"]) for r in rows], MARKS[method], alpha=0.7)
         left.lines[-1].set_label(NAMES[method])
     rows = study["exact"]["rows"]
-    everything = [r["n"] * r["T"] for r in rows]
+    products = [r["n"] * r["T"] for r in rows]
     if "predicted" in rows[0]:
         pairs = sorted({(r["n"] * r["T"], r["predicted"]) for r in rows})
         left.plot(*zip(*pairs, strict=True), "k-", linewidth=1, label="predicted, full precision")
     else:
-        _guide(left, everything, (rows[0]["T"], np.mean(rows[0]["mean"])), -0.5, r"slope $-1/2$")
+        _guide(left, products, (rows[0]["T"], np.mean(rows[0]["mean"])), -0.5, r"slope $-1/2$")
     left.set(xlabel=r"$nT$", ylabel=METRIC, title=rf"{problem}: $\gamma \propto \sqrt{{n/T}}$")
     left.legend()
-    for n in (1, 8, 32):
-        excess = [r for r in study["adam minus exact"]["rows"] if r["n"] == n]
+    everything = study["adam minus exact"]["rows"]
+    for n in sorted({r["n"] for r in everything}):
+        excess = [r for r in everything if r["n"] == n]
         right.plot([r["T"] for r in excess], [np.mean(r["mean"]) for r in excess], "o-", label=f"{n} workers")
-    _guide(right, [r["T"] for r in excess], (excess[0]["T"], np.mean(excess[0]["mean"])), -1, r"slope $-1$")
+    _guide(right, [r["T"] for r in everything], (excess[0]["T"], np.mean(excess[0]["mean"])), -1, r"slope $-1$")
     right.set(xlabel=r"$T$", ylabel="1-bit Adam-like minus full precision", title="what the compression adds")
     right.legend()
     return figure

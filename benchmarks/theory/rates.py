@@ -197,7 +197,12 @@ def slopes(cells: Sequence[tuple[Sequence[float], NDArray[np.float64]]], seed: i
 
     Args:
         cells: (variables, values of the runs) of each cell of a design; the mean over the runs is what is fitted.
+
+    Raises:
+        ValueError: a value is not positive, so no power law.
     """
+    if not all(bool((values > 0).all()) for _, values in cells):
+        raise ValueError(f"a power law needs positive values, got {cells}; leave such cells out")
     design = np.array([[1.0, *np.log(variables)] for variables, _ in cells])
     random = np.random.default_rng(seed)
 
