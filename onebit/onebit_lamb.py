@@ -176,7 +176,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         return bool(((weight == 0) & (run.norms(m) > 0)).any())
 
     def _error_factor(self) -> Tensor | None:
-        """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4)"""
+        """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4, DEV-16)"""
         if not self._scaled_error:
             return None
         before = self._layerwise["step_size"]
