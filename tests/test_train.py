@@ -152,7 +152,7 @@ def test_the_paper_preset_reaches_the_optimizer() -> None:
         Job(resolve(tiny(optimizer__preset=preset))[0], Solo(), CPU, prepare(tiny(), Solo())).optimizer
         for preset in ("default", "paper")
     )
-    assert default._variance_floor > 0 == paper._variance_floor
+    assert default._compression.variance_floor > 0 == paper._compression.variance_floor
 
 
 def test_weight_decay_spares_biases_and_layer_norms() -> None:
