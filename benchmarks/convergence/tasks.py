@@ -109,18 +109,15 @@ def run(name: str, study: dict[str, Any], variant: dict[str, Any], seed: int) ->
     began = time.perf_counter()
     settings = {**study["optimizer"], **variant}
     found = onebit.run_workers(study["train"]["workers"], lambda comm: _train(task, study, settings, seed, comm))
-    loss, share, count = found[0]
     return {
-        "eval_loss": loss,
+        **found[0],
         "seconds": time.perf_counter() - began,
-        "share_of_16bit": share,
-        "parameters": count,
         "versions": {"onebit": onebit.__version__, "torch": torch.__version__},
         "recipe": {**study, "optimizer": settings, "train": {**study["train"], "seed": seed}},
     }
 
 
-def _train(task: Task, study: dict[str, Any], settings: dict[str, Any], seed: int, comm: Comm) -> tuple[float, ...]:
+def _train(task: Task, study: dict[str, Any], settings: dict[str, Any], seed: int, comm: Comm) -> dict[str, Any]:
     with _building:
         model = task.build(seed)
     steps = study["train"]["steps"]
@@ -140,7 +137,13 @@ def _train(task: Task, study: dict[str, Any], settings: dict[str, Any], seed: in
     with torch.no_grad():
         losses = [float(task.loss(model, part)) for part in task.held_out] if comm.rank == 0 else [0.0]
     whole = steps * ring_all_reduce_bytes(2 * count, comm.size)
-    return sum(losses) / len(losses), comm.payload_bytes / whole, count
+    return {
+        "eval_loss": sum(losses) / len(losses),
+        "share_of_16bit": comm.payload_bytes / whole,
+        "parameters": count,
+        "freeze_step": getattr(optimizer, "freeze_step", None),
+        "freeze_reason": getattr(optimizer, "freeze_reason", ""),
+    }
 
 
 def _optimizer(
@@ -151,6 +154,7 @@ def _optimizer(
     if isinstance(options.get("codec"), dict):
         options = {**options, "codec": onebit.OneBit(**options["codec"])}
     freeze, decay = settings.pop("freeze_step"), settings.pop("weight_decay", 0.01)
+    freeze = onebit.AutoFreeze() if freeze == "auto" else freeze
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
