@@ -28,6 +28,7 @@ Runs = Mapping[str, Sequence[Lines]]  # optimizer -> one file per seed
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, safe for colour-blind
 MARKERS = "osD^vP"
+DASHES = ("-", "--", "-.")
 FAR = 1e3  # times the 90th percentile of a per-layer value, or below the 10th by it, is off the axis
 INK, GRID, GROUND = "#24292f", "#d0d7dd", "#fefefe"  # words and lines; grid; behind them
 STYLE = {
@@ -81,7 +82,7 @@ def plot(runs: Runs, paths: Sequence[Path]) -> None:
         for axes, against in ((left, STEPS), (right, BYTES)):
             handles = _draw_loss(axes, runs, against)
         right.set_ylabel("")
-        left.legend(handles=handles)
+        left.legend(handles=handles, ncols=math.ceil(len(handles) / 10))
         for path in paths:
             figure.savefig(path, dpi=150)
 
@@ -89,8 +90,11 @@ def plot(runs: Runs, paths: Sequence[Path]) -> None:
 def loss_svg(runs: Runs, against: Against) -> str:
     """Loss against steps, bytes or time, to put into a page."""
     with mpl.rc_context(STYLE):
-        figure = _figure(4.0, 3.1)
-        handles = _draw_loss(figure.subplots(gridspec_kw=MARGINS | {"top": 0.97, "bottom": 0.29}), runs, against)
+        more_in = 0.18 * max(0, math.ceil((len(runs) + 1) / 3) - 2)  # the legend has room for two lines of three
+        height_in = 3.1 + more_in
+        ends = {"top": 1 - 0.09 / height_in, "bottom": (0.9 + more_in) / height_in}
+        figure = _figure(4.0, height_in)
+        handles = _draw_loss(figure.subplots(gridspec_kw=MARGINS | ends), runs, against)
         figure.legend(handles=handles, **LEGEND | {"ncols": 3})
         return _inline(figure, f"loss-{against.key}", f"Loss against {against.label}")
 
@@ -112,7 +116,9 @@ def _draw_loss(axes: Any, runs: Runs, against: Against) -> list[Any]:
         if len(loss) > 1:
             sd = loss.std(0, ddof=1)
             axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)
-        handles += axes.plot(x, mean, color=colour, marker=MARKERS[index % len(MARKERS)], ms=3.5, lw=1.6, label=name)
+        again = index // len(PALETTE)  # where colours come round, markers and dashes tell the lines apart
+        look = {"marker": MARKERS[(index + again) % len(MARKERS)], "ls": DASHES[again % len(DASHES)]}
+        handles += axes.plot(x, mean, color=colour, ms=3.5, lw=1.6, label=name, **look)
         place = switch(seeds, against.key)
         if place is not None:
             marks.append(axes.axvline(place / against.unit, color=colour, lw=1.2, ls=":", label="switch"))
@@ -173,13 +179,13 @@ KINDS = (
 )
 
 
-def layer_svgs(records: Mapping[str, Lines], kind: Kind, switch_step: float | None) -> dict[str, str]:
+def layer_svgs(records: Mapping[str, Lines], kind: Kind, switches: Mapping[str, float]) -> dict[str, str]:
     """A kind of per-layer value over the steps: a figure for each optimizer that has it, all with the same axes.
 
     Args:
         records: optimizer -> lines of its layers file; its place decides its colour.
         kind: which value.
-        switch_step: where to mark the switch; None: nowhere.
+        switches: optimizer -> the step at which to mark the switch; not marked for one that is not in it.
     """
     found = {name: _by_layer(lines, kind) for name, lines in records.items()}
     found = {name: (steps, values) for name, (steps, values) in found.items() if values.size}
@@ -195,8 +201,8 @@ def layer_svgs(records: Mapping[str, Lines], kind: Kind, switch_step: float | No
             figure = _figure(4.0, 2.9)
             axes = figure.subplots(gridspec_kw=MARGINS)
             _draw_layers(axes, *found[name], PALETTE[index % len(PALETTE)])
-            if switch_step is not None:
-                axes.axvline(switch_step, color=INK, lw=1.2, ls=":", label="switch")
+            if name in switches:
+                axes.axvline(switches[name], color=INK, lw=1.2, ls=":", label="switch")
             axes.set(title=name, xlabel="step", ylabel=kind.label, ylim=limits, xlim=(0, 1.02 * last))
             if kind.log:
                 axes.set_yscale("log")
