@@ -82,7 +82,10 @@ def plot(runs: Runs, paths: Sequence[Path]) -> None:
         for axes, against in ((left, STEPS), (right, BYTES)):
             handles = _draw_loss(axes, runs, against)
         right.set_ylabel("")
-        left.legend(handles=handles, ncols=math.ceil(len(handles) / 10))
+        if len(handles) > 8:  # beside the figure, else it would cover the lines
+            figure.legend(handles=handles, loc="outside right upper")
+        else:
+            left.legend(handles=handles)
         for path in paths:
             figure.savefig(path, dpi=150)
 
@@ -90,12 +93,13 @@ def plot(runs: Runs, paths: Sequence[Path]) -> None:
 def loss_svg(runs: Runs, against: Against) -> str:
     """Loss against steps, bytes or time, to put into a page."""
     with mpl.rc_context(STYLE):
-        more_in = 0.18 * max(0, math.ceil((len(runs) + 1) / 3) - 2)  # the legend has room for two lines of three
+        columns = 3 if max(map(len, runs)) < 16 else 2
+        more_in = 0.18 * max(0, math.ceil((len(runs) + 1) / columns) - 2)  # the legend has room for two lines
         height_in = 3.1 + more_in
         ends = {"top": 1 - 0.09 / height_in, "bottom": (0.9 + more_in) / height_in}
         figure = _figure(4.0, height_in)
         handles = _draw_loss(figure.subplots(gridspec_kw=MARGINS | ends), runs, against)
-        figure.legend(handles=handles, **LEGEND | {"ncols": 3})
+        figure.legend(handles=handles, **LEGEND | {"ncols": columns})
         return _inline(figure, f"loss-{against.key}", f"Loss against {against.label}")
 
 
@@ -116,9 +120,7 @@ def _draw_loss(axes: Any, runs: Runs, against: Against) -> list[Any]:
         if len(loss) > 1:
             sd = loss.std(0, ddof=1)
             axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)
-        again = index // len(PALETTE)  # where colours come round, markers and dashes tell the lines apart
-        look = {"marker": MARKERS[(index + again) % len(MARKERS)], "ls": DASHES[again % len(DASHES)]}
-        handles += axes.plot(x, mean, color=colour, ms=3.5, lw=1.6, label=name, **look)
+        handles += axes.plot(x, mean, ms=3.5, lw=1.6, label=name, **look(index))
         place = switch(seeds, against.key)
         if place is not None:
             marks.append(axes.axvline(place / against.unit, color=colour, lw=1.2, ls=":", label="switch"))
@@ -128,6 +130,13 @@ def _draw_loss(axes: Any, runs: Runs, against: Against) -> list[Any]:
     axes.set_xlabel(against.label)
     axes.set_ylabel("loss, nats per masked token")
     return [*handles, *marks[:1]]
+
+
+def look(index: int) -> dict[str, str]:
+    """Colour, marker and dashes of the line at a place; where colours come round, the other two tell lines apart."""
+    again = index // len(PALETTE)
+    marker, dashes = MARKERS[(index + again) % len(MARKERS)], DASHES[again % len(DASHES)]
+    return {"color": PALETTE[index % len(PALETTE)], "marker": marker, "ls": dashes}
 
 
 def _plain_numbers(axis: Any, low: float, high: float) -> None:

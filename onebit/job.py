@@ -242,7 +242,7 @@ class Job:
             freeze_step=self.optimizer.freeze_step if isinstance(self.optimizer, OneBitOptimizer) else None,
             freeze_reason=self.optimizer.freeze_reason if isinstance(self.optimizer, OneBitOptimizer) else "",
             versions=versions(),
-            recipe=self.recipe.model_dump(mode="json", exclude={"variants"}),
+            recipe=_in_words(self.recipe.model_dump(mode="json", exclude={"variants"})),
         )
 
 
@@ -351,6 +351,15 @@ def lr_factor(recipe: Recipe, step: int) -> float:
     if recipe.train.lr_decay == "linear":
         return 1 - gone
     return 0.5 * (1 + math.cos(math.pi * gone)) if recipe.train.lr_decay == "cosine" else 1.0
+
+
+def _in_words(value: Any) -> Any:
+    """The same with "inf" for a setting that is infinite, since JSON has no number for it."""
+    if isinstance(value, dict):
+        return {key: _in_words(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_in_words(part) for part in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def versions() -> dict[str, str]:

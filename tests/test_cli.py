@@ -208,6 +208,7 @@ def test_variants_are_compared_under_their_names(tmp_path: Path, recipe: Path) -
     assert rows[1]["freeze_reason"] == "4 updates, as was asked"
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.is_dir()) == ["base", "late", "soft"]
     assert "late: optimizer.freeze_step = auto: when the variance has settled" in result.output
+    assert read_summary(tmp_path / "out" / "soft").recipe["optimizer"]["options"] == {"factor_threshold": "inf"}
     report = (tmp_path / "out" / "report.html").read_text()
     for words in ("base, soft, late", "<span>base: lamb</span>", "late: after update", rows[2]["freeze_reason"]):
         assert words in report, words

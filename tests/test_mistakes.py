@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_optim import check_replicas, train
+from test_optim import check_replicas, flat, train
 
 import onebit
 from onebit.layerwise import layer_stats
@@ -42,8 +42,8 @@ def test_the_warm_up_is_that_of_1_bit_adam(make):
     def last(comm, make):
         return train(comm, built(make, freeze_step=30), 20)[0]
 
-    for ours, theirs in zip(*(onebit.run_workers(2, lambda c, m=m: last(c, m)) for m in (make, onebit.OneBitAdam))):
-        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    ours, theirs = (onebit.run_workers(2, lambda c, m=m: last(c, m))[0] for m in (make, onebit.OneBitAdam))
+    assert torch.equal(flat(ours.parameters()), flat(theirs.parameters()))
 
 
 def test_what_each_compresses():

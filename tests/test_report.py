@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from onebit import figures
 from onebit.commands import app
-from onebit.figures import KINDS, layer_svgs
+from onebit.figures import KINDS, layer_svgs, loss_svg
 from onebit.page import Run, report_html
 from onebit.report import LAYERS, METRICS, read_layers, read_metrics, read_summary
 from onebit.seeds import aggregate, spread
@@ -272,6 +272,16 @@ def test_values_that_cannot_be_drawn_are_left_out() -> None:
     assert layer_svgs({"lamb": lost, "adamw": []}, kind, {}) == {}
     some = [{"step": 1, kind.name: [None, 0.0]}, {"step": 2, kind.name: [3.0, None]}]
     assert list(layer_svgs({"lamb": lost, "adamw": some}, kind, {"adamw": 1})) == ["adamw"]
+
+
+def test_more_runs_than_colours_are_told_apart_and_named() -> None:
+    lines = [{"step": s, "loss": 1.0, "eval_loss": 1.0 / s, "payload_total": s, "seconds": s} for s in (1, 2, 3)]
+    names = [f"variant-number-{i}" for i in range(18)]
+    few, many = (loss_svg({name: [lines] for name in chosen}, figures.STEPS) for chosen in (names[:2], names))
+    heights = [float(re.search(r'height="([\d.]+)pt"', svg)[1]) for svg in (few, many)]
+    assert heights[1] > 1.3 * heights[0]
+    assert all(f">{name}</text>" in many for name in names)
+    assert len({tuple(figures.look(index).values()) for index in range(len(names))}) == len(names)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
