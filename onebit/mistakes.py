@@ -1,8 +1,9 @@
 """Two other ways to compress Adam, for comparisons only: what 1-bit Adam avoids by freezing the variance.
 
 Both use the exchange of `OneBitAdam`, with error feedback, after the same warm-up stage; only what they compress is
-something else. 1-bit Adam (arXiv 2102.02888) argues against the first one. Both make the variance too large, so at the
-same learning rate they go too slowly.
+something else. 1-bit Adam (arXiv 2102.02888) argues against the first one. Both make the variance larger, hence the
+steps shorter. Whether that costs anything depends on the problem and the learning rate: tests/test_mistakes.py has a
+case where it does, and says where it ends.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def summary_table(summary: Summary) -> Table:
         "skipped steps": str(summary.skipped_steps),
     }
     if summary.freeze_step is not None:
-        rows["warm-up stage"] = f"{summary.freeze_step} updates: {summary.freeze_reason}"
+        rows["warm-up stage"] = f"up to update {summary.freeze_step}: {summary.freeze_reason}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

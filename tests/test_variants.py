@@ -13,7 +13,7 @@ from onebit.comm import Comm
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError
 from onebit.job import build_optimizer, check_optimizer
-from onebit.recipe import FreezeRule, Recipe, load, parse, resolve
+from onebit.recipe import FreezeRule, Recipe, freeze_flag, load, parse, resolve
 
 ABLATIONS = Path(__file__).parent.parent / "recipes" / "ablations.toml"
 RAW: dict[str, Any] = {
@@ -124,6 +124,7 @@ def test_an_automatic_switch_is_told_in_numbers_and_keeps_them() -> None:
     own = ruled({"threshold": 0.5, "max_steps": 9})
     assert own.freeze_rule == onebit.AutoFreeze(threshold=0.5, max_steps=9)
     assert own.freeze_step == 9
+    assert parse({}, {"optimizer.freeze_step": freeze_flag("auto")}).freeze_rule == onebit.AutoFreeze()
     assert ruled(30).freeze_rule == 30
     assert ruled(0.25).freeze_rule == 80
 
