@@ -77,6 +77,16 @@ inline void put_back(const Plan& plan, const Flat& flat, const Tile& t, const St
               flat.scales + t.chunk * plan.groups + t.in_chunk / kErrorGroup);
 }
 
+// What a dead element holds is not rounded to zero but to the next number: that it holds something wakes it.
+inline void keep_dead_apart(const Flat& flat, const Tile& t, const Stage& stage, const uint8_t* alive) {
+  if (alive == nullptr || flat.type != Type::i8) return;
+  int8_t* q = static_cast<int8_t*>(flat.data) + t.at;
+  for (int64_t i = 0; i < t.length; ++i) {
+    if (i % 8 == 0 && alive[i >> 3] == 0xff) i += 7;
+    else if ((alive[i >> 3] >> (7 - i % 8) & 1) == 0 && q[i] == 0 && stage.at[i] != 0.0f) q[i] = stage.at[i] > 0.0f ? 1 : -1;
+  }
+}
+
 inline void clear(float* x, int64_t n) { std::memset(x, 0, static_cast<size_t>(n) * sizeof(float)); }
 
 }  // namespace onebit::ONEBIT_ISA

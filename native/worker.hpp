@@ -102,6 +102,7 @@ inline void worker_commit(const WorkerArgs& k) {
       });
     });
     put_back(k.plan, k.error, t, room);
+    keep_dead_apart(k.error, t, room, alive);
   });
 }
 

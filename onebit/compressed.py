@@ -131,15 +131,12 @@ class OneBitOptimizer(TwoStages):
         """End the warm-up stage: freeze the variance, allocate the errors, find dead elements. [A1: T_w]"""
         assert self._layout is not None
         how = self._compression
-        frozen, dead = self._would_freeze()
-        self._flat["variance"].copy_(frozen)
-        del frozen
+        dead = self._freeze(self._flat["variance"])
         self._end_warmup()
         exchange = self._allocate_compressed()
         if how.momentum_scales:
             self._layerwise["momentum_scale"].copy_(self._momentum_scales())
         exchange.set_alive(self._initially_alive(dead))
-        self._averaged = None
         if self.comm.rank == 0:
             alive = exchange.alive
             asleep = 0 if alive is None else int((~alive).sum())

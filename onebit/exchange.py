@@ -82,7 +82,7 @@ class Exchange:
     def set_worker_error(self, values: Tensor) -> None:
         """Replace this worker's residual: [layout.numel]."""
         for error, bucket in zip(self.errors, self.layout.buckets, strict=True):
-            _write(error, values[bucket.slice], None)
+            _write(error, values[bucket.slice], None, None)
 
     def total_error(self) -> Tensor:
         """What was not sent yet: the mean of the worker errors, plus the server errors; [layout.numel], new.
@@ -167,10 +167,10 @@ def _read(error: Tensor | Int8) -> Tensor:
     return error.read() if isinstance(error, Int8) else error
 
 
-def _write(error: Tensor | Int8, values: Tensor, keep: Tensor | None) -> None:
+def _write(error: Tensor | Int8, values: Tensor, keep: Tensor | None, alive: Tensor | None) -> None:
     """Replace the values, where `keep`, bool [], is true; None: it is."""
     if isinstance(error, Int8):
-        error.write(values, keep)
+        error.write(values, keep, alive)
     else:
         error.copy_(values if keep is None else torch.where(keep, values, error))
 
@@ -211,7 +211,7 @@ class TensorSource:
     def commit(
         self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
-        _write(error, self._input - codec.decode(sent), keep)
+        _write(error, self._input - codec.decode(sent), keep, codec.alive)
 
 
 class BucketMean:

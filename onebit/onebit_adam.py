@@ -79,21 +79,26 @@ class OneBitAdam(OneBitOptimizer):
             freeze_step, total_steps, codec, variance_floor, dead_elements, momentum_scales, state, guard, feedback
         )
         self._bias_correction = bias_correction
-        self._frozen_at = 0  # updates that went into the frozen variance
+        self._frozen_at = self._compressed_updates = 0  # updates at the last switch, and those that left v alone
         super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("bias_correction", str(self._bias_correction))]
 
     def _extra_state(self) -> dict[str, Any]:
-        return {**super()._extra_state(), "frozen_at": self._frozen_at}
+        counts = {"frozen_at": self._frozen_at, "compressed_updates": self._compressed_updates}
+        return {**super()._extra_state(), **counts}
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
-        self._frozen_at = extra["frozen_at"]
+        self._frozen_at, self._compressed_updates = extra["frozen_at"], extra["compressed_updates"]
 
     def _end_warmup(self) -> None:
         self._frozen_at = self._steps
+
+    def _leave_compressed(self) -> None:
+        super()._leave_compressed()
+        self._compressed_updates += self._steps - self._frozen_at
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
         """With bias correction as other numbers in the same formula: m / c1 / (sqrt(v / c2) + eps) is
@@ -101,7 +106,8 @@ class OneBitAdam(OneBitOptimizer):
         hyper = super()._hyper(group)
         if not self._bias_correction:
             return hyper
-        root = math.sqrt(1 - hyper.beta2 ** (self._frozen_at or self._steps + 1))
+        last = self._steps + 1 if self._exchange is None else self._frozen_at
+        root = math.sqrt(1 - hyper.beta2 ** (last - self._compressed_updates))
         factor = root / (1 - hyper.beta1 ** (self._steps + 1))
         return replace(hyper, lr=hyper.lr * factor, eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor)
 

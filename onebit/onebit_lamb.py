@@ -137,6 +137,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         if self._coeff_bias_correction:
             weight = self._layerwise["coeff_weight"]
             self._layerwise["coeff_avg"] /= torch.where(weight > 0, weight, 1.0)
+            weight.copy_(weight > 0)  # of the average as it is now: `refreeze` may go on from here
         if self._scaled_error:
             self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +62,7 @@ class TwoStages(FlatOptimizer):
     _freeze_at: int | None = None  # the update that ends this warm-up stage, where it is known
     _settling: Settling | None = None  # else the rule at work, from the first step on
     _watch: Watch | None = None
+    _freeze_why = "as was asked"  # with a known `_freeze_at`
     freeze_reason = ""
     """Why the last warm-up stage ended; empty before it did."""
     switch_outlook = ""
@@ -97,7 +99,7 @@ class TwoStages(FlatOptimizer):
         self._settle()
         if self._exchange is not None:
             self._leave_compressed()
-        self._freeze_at = self._steps + steps
+        self._freeze_at, self._freeze_why = self._steps + steps, f"{steps} after a refreeze"
         if self.comm.rank == 0:
             log.info("warm-up stage for %d updates, up to update %d", steps, self._freeze_at)
 
@@ -110,7 +112,8 @@ class TwoStages(FlatOptimizer):
         """
         if self._layout is None or self._exchange is not None:
             return {}
-        frozen, dead = self._would_freeze()
+        frozen = self._flat["variance"].clone()
+        dead = self._freeze(frozen)
         scales = self._momentum_scales() if self._compression.momentum_scales else None
         grads, hypers, found = self._gradients(), self._hypers(), []
         for bucket in self._layout.buckets:
@@ -152,10 +155,12 @@ class TwoStages(FlatOptimizer):
         self._warmup_step()
         if self._looks_at_switch():
             self._settle()  # the host waits here: was this a step that counts?
-            if self._steps > before and self._freeze_due() and not self._postponed():
-                self._switch()
-                if self._watch is not None:
-                    self._watch.switched()
+            if self._steps > before and self._freeze_due():
+                self._averaged = None  # its memory serves the look before the switch
+                if not self._postponed():
+                    self._switch()
+                    if self._watch is not None:
+                        self._watch.switched()
 
     def _looks_at_switch(self) -> bool:
         """Whether this step may be the last of the warm-up stage."""
@@ -169,7 +174,7 @@ class TwoStages(FlatOptimizer):
 
     def _freeze_due(self) -> bool:
         if self._freeze_at is not None:
-            self.freeze_reason = f"{self._steps} updates, as was asked"
+            self.freeze_reason = f"{self._steps} updates, {self._freeze_why}"
             return True
         assert self._settling is not None
         assert self._layout is not None
@@ -194,6 +199,7 @@ class TwoStages(FlatOptimizer):
         if not self._watch.postpones(stretch):
             return False
         self._freeze_at = self._steps + self._watch.guard.postpone_steps
+        self._freeze_why = f"postponed at {self._steps}"
         if self.comm.rank == 0:
             log.warning(
                 "the switch is postponed to update %d: the update of the median layer would be %.1f times too long",
@@ -205,34 +211,37 @@ class TwoStages(FlatOptimizer):
     def _look_out(self, momentum_norm: float) -> None:
         """After a compressed update: return to the warm-up stage if the guard sees the run go astray."""
         assert self._watch is not None
-        why = self._watch.alarm(momentum_norm)
+        # not finite: a step that did not count, which the host does not know yet
+        why = self._watch.alarm(momentum_norm) if math.isfinite(momentum_norm) else ""
         if why:
             if self.comm.rank == 0:
                 log.warning("back to the warm-up stage at update %d: %s", self._steps, why)
             self.refreeze(self._watch.guard.rewarm_steps)
 
-    def _would_freeze(self) -> tuple[Tensor, Tensor]:
-        """The variance as it would be frozen now, and which elements never had a gradient: [layout.numel] each."""
+    def _freeze(self, v: Tensor) -> Tensor:
+        """Make v, [layout.numel], the frozen variance, in place; returns which elements never had a gradient."""
         assert self._layout is not None
-        frozen, how = self._flat["variance"].clone(), self._compression
-        dead = (frozen == 0) & (self._flat["momentum"] == 0)
+        how = self._compression
+        dead = (v == 0) & (self._flat["momentum"] == 0)
         for run in self._layout.runs:
             held = dead[run.slice] if how.dead_elements == "hold" else None
-            lamb.freeze_variance(frozen[run.slice], held, run, how.variance_floor)
-        return frozen, dead
+            lamb.freeze_variance(v[run.slice], held, run, how.variance_floor)
+        return dead
 
     def _extra_state(self) -> dict[str, Any]:
         settling = None if self._settling is None else self._settling.state()
         return {
             **super()._extra_state(),
             "freeze_at": self._freeze_at,
+            "freeze_why": self._freeze_why,
             "freeze_reason": self.freeze_reason,
             "settling": settling,
         }
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
-        self._freeze_at, self.freeze_reason, self._settling = extra["freeze_at"], extra["freeze_reason"], None
+        self._freeze_at, self._freeze_why, self._settling = extra["freeze_at"], extra["freeze_why"], None
+        self.freeze_reason = extra["freeze_reason"]
         if extra["settling"] is not None and self._freeze_at is None:
             self._looks_at_switch()
             assert self._settling is not None

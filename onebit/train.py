@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"error: worker {rank}: {error}" if "RANK" in os.environ else f"error: {error}",
                 file=sys.stderr,
             )
-        _end(2 if isinstance(error, OnebitError) else 1)
+        end_process(2 if isinstance(error, OnebitError) else 1)
     return 0
 
 
@@ -260,12 +260,12 @@ def choose_device(local_rank: int, local_workers: int) -> tuple[torch.device, st
     return torch.device("cpu"), f"cpu ({why})"
 
 
-def _end(status: int) -> None:
-    """Leave now: a group that has lost a worker cannot be taken down in order."""
+def end_process(status: int) -> None:
+    """Leave now: a group that has lost a worker cannot be taken down in order, and at times one that has not aborts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

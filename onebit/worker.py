@@ -26,6 +26,6 @@ if __name__ == "__main__":
     threading.Thread(target=watch, args=(int(sys.argv.pop(1)),), daemon=True).start()
     sys.path.pop(0)  # the folder of this file, whose modules go by other names
 
-    from onebit.train import main
+    from onebit.train import end_process, main
 
-    main()
+    end_process(main())

@@ -201,6 +201,31 @@ def test_the_first_gradient_of_a_waking_element_is_not_lost():
     assert second.eq(0).all()
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_a_tiny_gradient_wakes_an_element_in_compact_state_too(kernels, monkeypatch):
+    """Its held gradient is far below half a unit of its 128 elements' 8 bits; it asks once and is then awake."""
+    if kernels == "native" and choose(torch.device("cpu"), torch.float32)[0] != "native":
+        pytest.skip("the native kernels are not built")
+    monkeypatch.setenv("ONEBIT_KERNELS", kernels)
+
+    def work(comm):
+        p = nn.Parameter(torch.ones(64))
+        opt = onebit.OneBitLamb([p], lr=0.01, betas=(0.9, 0.95), freeze_step=3, state="compact", comm=comm)
+        wishes, sent = [], []
+        for t in range(12):
+            p.grad = torch.ones(64) * (1 + comm.rank)
+            p.grad[20:24] = 0.0 if t < 6 else 1e-6
+            before = opt.payload_bytes
+            opt.step()
+            sent.append(opt.payload_bytes - before)
+            wishes.append(opt._exchange is not None and opt._exchange.wake_wanted)
+        assert wishes == [False] * 6 + [True] + [False] * 5
+        assert sent[7] > sent[8] == sent[11]
+        assert opt._exchange.alive is None
+
+    onebit.run_workers(2, work)
+
+
 def test_user_mask_holds_momentum_at_zero():
     def work(comm, dead_elements):
         p = nn.Parameter(torch.ones(12))

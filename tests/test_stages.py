@@ -208,6 +208,32 @@ def test_refreeze_loses_nothing_of_what_was_not_sent(make, codec):
     assert all(torch.equal(results[0], other) for other in results)
 
 
+def test_the_average_of_the_coefficient_goes_on_after_a_refreeze():
+    """A layer whose coefficient is the same throughout has it as its average, however often the stages change."""
+    p = nn.Parameter(torch.ones(16))
+    opt = onebit.OneBitLamb([p], lr=0.0, freeze_step=3, betas=(0.0, 0.5), max_coeff=0.25)
+    for _ in range(3):
+        feed(opt, [p], 6, lambda t, shape: torch.ones(shape))
+        assert opt.stage is onebit.Stage.COMPRESSED
+        assert float(opt.state[p]["coeff_avg"]) == pytest.approx(0.25)
+        opt.refreeze(4)
+
+
+def test_bias_correction_counts_only_the_updates_of_the_variance():
+    """A constant gradient is followed at lr in every stage, before and after a refreeze."""
+    p = nn.Parameter(torch.zeros(64))
+    opt = onebit.OneBitAdam([p], 0.1, 5, (0.9, 0.999), bias_correction=True)
+    lengths = []
+    for t in range(40):
+        p.grad = torch.ones(64)
+        before = p.detach().clone()
+        opt.step()
+        lengths.append(float((p.detach() - before).norm()))
+        if t == 14:
+            opt.refreeze(10)
+    assert lengths == pytest.approx([0.8] * 40, rel=1e-3)
+
+
 def test_dead_elements_are_dead_again_after_a_refreeze():
     def work(comm):
         p = nn.Parameter(torch.ones(16))

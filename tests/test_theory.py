@@ -91,7 +91,7 @@ def optimizer_rows(comm, feedback):
         opt.step()
         if compressed:
             own = opt.state_dict()["onebit"]
-            errors = own["worker_error"].clone(), own["server_error"].clone()
+            errors = torch.cat(own["worker_error"]), own["server_error"].clone()
             rows.append((x, torch.cat(opt.decoded_momentum()), g, *errors, torch.cat([w.detach() for w in weights])))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 

@@ -228,7 +228,7 @@ def test_errors_too_small_for_a_scale_become_zero():
     sent = source.encode(w.codecs[1], error, None)
     source.commit(w.codecs[1], error, None, sent, None)
     assert 0 < error.scales.max() < 1e-36
-    assert not error.data.any()
+    assert not error.data[w.alive].any()  # what a dead one holds is kept apart from zero
 
 
 @pytest.mark.parametrize("number", [1, 2**31 + 5])

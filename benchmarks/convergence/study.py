@@ -1,11 +1,12 @@
 """Train one small BERT with several optimizers and seeds on the same text, and set the held-out losses side by side.
 
-    python benchmarks/convergence/study.py benchmarks/convergence/granularity.toml --out runs/granularity
+    python benchmarks/convergence/study.py benchmarks/convergence/language.toml --out runs/language
 
 The TOML file is a recipe of `onebit train` with a few more keys: `seeds`, `baseline` (the variant that gaps are taken
-to), `task` ("bert", or one of tasks.py) and [variants.NAME] tables, whose keys go over those of [optimizer]. Runs that --out already holds are not done
-again. Without `data.text` the text is the GNU Collaborative International Dictionary of English, from Debian's package
-dict-gcide, fetched by apt-get; it is not kept in the repository. Workers are virtual: threads of this process.
+to), `task` ("bert", or one of tasks.py) and [variants.NAME] tables, whose keys go over those of [optimizer]. Runs that
+--out already holds are not done again. Without `data.text` the text is the GNU Collaborative International Dictionary
+of English, from Debian's package dict-gcide, fetched by apt-get; it is not kept in the repository. Workers are virtual:
+threads of this process.
 """
 
 from __future__ import annotations

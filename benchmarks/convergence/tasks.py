@@ -44,7 +44,8 @@ def language(study: dict[str, Any]) -> Task:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(seed)
-        config = GPT2Config(corpus.vocab_size, length, 128, 3, 4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        shape = {"vocab_size": corpus.vocab_size, "n_positions": length, "n_embd": 128, "n_layer": 3, "n_head": 4}
+        config = GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         return GPT2LMHeadModel(config)
 
     def batch(worker: int, step: int, seed: int) -> Tensor:

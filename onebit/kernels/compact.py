@@ -43,12 +43,18 @@ class Int8:
         """The values, float32 [numel]."""
         return (self._grouped(self.data.float()) * self.scales.unsqueeze(-1)).flatten(1)[:, : self._chunk].flatten()
 
-    def write(self, x: Tensor, keep: Tensor | None = None) -> None:
-        """Round finite values, float32 [numel], to nearest; not where `keep`, bool [] or None, is False."""
+    def write(self, x: Tensor, keep: Tensor | None = None, alive: Tensor | None = None) -> None:
+        """Round finite values, float32 [numel], to nearest; not where `keep`, bool [] or None, is False.
+
+        alive: bool [numel], or None: all are. What a dead element holds is not rounded to zero but to the next number:
+        that it holds something is what wakes it.
+        """
         grouped = self._grouped(x)
         largest = grouped.abs().amax(-1)
         inverse = torch.where(largest > 1e-36, 127 / largest, 0.0)
         data, scales = (grouped * inverse.unsqueeze(-1)).round().flatten(1)[:, : self._chunk].flatten(), largest / 127
+        if alive is not None:
+            data = torch.where(~alive & (data == 0), x.sign(), data)
         self.data.copy_(data if keep is None else torch.where(keep, data, self.data))
         self.scales.copy_(scales if keep is None else torch.where(keep, scales, self.scales))
 

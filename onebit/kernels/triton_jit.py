@@ -216,7 +216,7 @@ def worker_commit(
             x = tl.where(inside, left, x)
     if error_scales is not None:  # noqa: SIM102 - this is decided when compiling
         if first < stop:  # a tile without pieces is padding, whose error stays zero
-            store_int8(error, error_scales, x, row, offset, chunk, TILE)
+            store_int8(error, error_scales, x, alive, row, offset, chunk, TILE)
 
 
 # -- the server's side: one chunk, tiles counted from its first --------------------------------------------------

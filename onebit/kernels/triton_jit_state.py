@@ -20,7 +20,7 @@ def load_error(error, scales, row, offset, at, chunk, inside):
 
 
 @triton.jit
-def store_int8(error, scales, x, row, offset, chunk, TILE: tl.constexpr):
+def store_int8(error, scales, x, alive, row, offset, chunk, TILE: tl.constexpr):
     """All elements of a tile, as `compact.Int8.write`; a group of 128 never crosses a tile."""
     grouped = tl.reshape(x, (TILE // GROUP, GROUP))
     largest = tl.max(tl.abs(grouped), axis=1)
@@ -30,6 +30,12 @@ def store_int8(error, scales, x, row, offset, chunk, TILE: tl.constexpr):
     y = (y + 12582912.0) - 12582912.0  # to nearest even: 1.5 * 2 ** 23 has no room for fractions
     group = tl.min(offset, axis=0) // GROUP + tl.arange(0, TILE // GROUP)
     in_chunk = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if alive is not None:
+        at = row * chunk + in_chunk
+        byte = tl.load(alive + at // 8, mask=in_chunk < chunk, other=0xFF).to(tl.int32)
+        dead = (byte >> (7 - at % 8).to(tl.int32)) & 1 == 0
+        sign = tl.where(grouped > 0, 1.0, tl.where(grouped < 0, -1.0, 0.0))
+        y = tl.where(dead & (y == 0), sign, y)
     tl.store(error + row * chunk + in_chunk, y.to(tl.int8), mask=in_chunk < chunk)
     groups = tl.cdiv(chunk, GROUP)
     tl.store(scales + row * groups + group, tl.div_rn(largest, 127.0), mask=group < groups)
