@@ -269,7 +269,7 @@ class BucketMean:
         if alive is not None:
             self._source.commit(self._codec, error, self._factor, self._sent, keep)
             held = torch.where(alive, held, _read(error))
-        _write(error, held, keep)
+        _write(error, held, keep, alive)
 
     @property
     def _server_error(self) -> Tensor:
