@@ -20,10 +20,10 @@ from onebit.bench import measure
 from onebit.compare import compare as compare_optimizers
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError, OnebitError
-from onebit.job import versions
+from onebit.job import check_optimizer, versions
 from onebit.kernels import choose
 from onebit.launch import Interrupted, perform
-from onebit.recipe import OPTIMIZERS, Recipe, load, number, parse, resolve
+from onebit.recipe import OPTIMIZERS, Recipe, freeze_flag, load, number, parse, resolve
 from onebit.report import check_out, summary_table
 from onebit.text import text_files
 from onebit.train import check_virtual, choose_device
@@ -44,7 +44,11 @@ Virtual = Annotated[int | None, typer.Option(help="Workers as threads of this pr
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.")]
 MicroBatch = Annotated[int | None, typer.Option(help="Windows of text per worker, forward and backward at once.")]
 FreezeStep = Annotated[
-    str | None, typer.Option(help="Full-precision updates before the compressed stage; below 1, a share of the run.")
+    str | None,
+    typer.Option(
+        help="Full-precision updates before the compressed stage; below 1, a share of the run; auto: when the variance "
+        "has settled."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order and masks.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")]
@@ -57,7 +61,7 @@ def train(
     text: Text = None,
     workers: Workers = None,
     virtual: Virtual = None,
-    optimizer: Annotated[str | None, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)}; or a variant of the recipe.")] = None,
     steps: Steps = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     freeze_step: FreezeStep = None,
@@ -72,7 +76,7 @@ def train(
         own: dict[str, Any] = {"optimizer.name": optimizer, "optimizer.lr": lr}
         shared = _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed)
         chosen = _ready(_recipe(recipe, own | shared), virtual)
-        folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{chosen.optimizer.name}"
+        folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{chosen.label}"
         check_out(folder, overwrite)
         _show_choices([chosen], quiet)
         (summary,) = perform([(chosen, folder)], virtual is not None, quiet)
@@ -84,7 +88,13 @@ def train(
 @app.command()
 def compare(
     recipe: RecipeFile = None,
-    optimizers: Annotated[str, typer.Option(help=f"Two or more of {', '.join(OPTIMIZERS)}.")] = "lamb,onebit-lamb",
+    optimizers: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Two or more of {', '.join(OPTIMIZERS)} and the recipe's variants, the first to compare with; by "
+            "default all variants, or lamb,onebit-lamb without any."
+        ),
+    ] = None,
     text: Text = None,
     workers: Workers = None,
     virtual: Virtual = None,
@@ -103,9 +113,12 @@ def compare(
     """Train with several optimizers on the same data, seeds and order; end with a table, a plot and a report."""
     with _clear_errors():
         shared = _recipe(recipe, _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed))
-        names = [name.strip() for name in optimizers.split(",") if name.strip()]
+        if optimizers is None:
+            names = list(shared.variants) or ["lamb", "onebit-lamb"]
+        else:
+            names = [name.strip() for name in optimizers.split(",") if name.strip()]
         all_seeds = [shared.train.seed] if seeds is None else _seeds(seeds, seed)
-        recipes = [_ready(r, virtual) for r in recipes_for(shared, names, _rates(lr or []), all_seeds)]
+        recipes = [_ready(r, virtual) for r in recipes_for(shared, names, _rates(lr or [], shared), all_seeds)]
         folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare"
         check_out(folder, overwrite)
         _show_choices(recipes, quiet)
@@ -199,19 +212,20 @@ def _overrides(
         "data.text": text or None,
         "train.workers": workers if virtual is None else virtual,
         "train.steps": steps,
-        "optimizer.freeze_step": None if freeze_step is None else number(freeze_step, "--freeze-step"),
+        "optimizer.freeze_step": None if freeze_step is None else freeze_flag(freeze_step),
         "train.micro_batch": micro_batch,
         "train.seed": seed,
     }
 
 
-def _rates(pairs: list[str]) -> dict[str, float]:
-    """NAME=VALUE pairs as a mapping."""
+def _rates(pairs: list[str], recipe: Recipe) -> dict[str, float]:
+    """NAME=VALUE pairs as a mapping; NAME is an optimizer or a variant of the recipe."""
+    known = list(dict.fromkeys([*recipe.variants, *OPTIMIZERS]))
     rates: dict[str, float] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or name not in OPTIMIZERS:
-            raise ConfigError(f"--lr is {pair!r}; it must be NAME=VALUE with NAME one of {', '.join(OPTIMIZERS)}")
+        if not equals or name not in known:
+            raise ConfigError(f"--lr is {pair!r}; it must be NAME=VALUE with NAME one of {', '.join(known)}")
         rates[name] = float(number(value, f"--lr {name}"))
     return rates
 
@@ -254,16 +268,21 @@ def _ready(recipe: Recipe, virtual: int | None) -> Recipe:
     """The recipe, after what can be checked before any worker starts."""
     if virtual is not None:
         check_virtual(recipe)
+    check_optimizer(recipe)
     text_files(recipe.data.text)
     return recipe
 
 
 def _show_choices(recipes: list[Recipe], quiet: bool) -> None:
-    """Print every automatic choice with its reason."""
-    if not quiet:
-        chosen = dict.fromkeys(f"{key} = {why}" for recipe in recipes for key, why in resolve(recipe)[1].items())
-        for line in chosen:
-            _say(line)
+    """Print every automatic choice with its reason, and with the runs that it is for where it is not for all."""
+    if quiet:
+        return
+    chosen: dict[str, list[str]] = {}
+    for recipe in recipes:
+        for key, why in resolve(recipe)[1].items():
+            chosen.setdefault(f"{key} = {why}", []).append(recipe.label)
+    for line, labels in chosen.items():
+        _say(line if len(labels) == len(recipes) else f"{', '.join(dict.fromkeys(labels))}: {line}")
 
 
 def _say(line: str) -> None:

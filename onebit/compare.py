@@ -54,7 +54,7 @@ def recipes_for(
 
     Args:
         recipe: what they share.
-        optimizers: names, two or more.
+        optimizers: names of optimizers or of variants of the recipe, two or more.
         lr: name -> learning rate, over what the recipe says.
         seeds: one or more, all different.
     Returns:
@@ -66,7 +66,7 @@ def recipes_for(
     if len(set(optimizers)) < max(2, len(optimizers)):
         raise ConfigError(
             f"--optimizers is {','.join(optimizers)!r}; it must name two or more different ones, such as "
-            "lamb,onebit-lamb; correct it"
+            "lamb,onebit-lamb, or variants of the recipe; correct it"
         )
     if unused := set(lr) - set(optimizers):
         raise ConfigError(f"--lr names {sorted(unused)[0]!r}, which is not among --optimizers; add it there")
@@ -75,11 +75,12 @@ def recipes_for(
             f"--seeds is {','.join(map(str, seeds))!r}; it must be one or more different numbers, such as 0,1,2; "
             "correct it"
         )
-    raw = recipe.model_dump(mode="json")
+    if taken := set(optimizers) & {ROWS, *PLOTS, REPORT}:
+        raise ConfigError(f"variant {sorted(taken)[0]!r} has the name of a file of the comparison; rename it")
+    raw = recipe.model_dump(mode="python")
+    rates = {name: {"optimizer.lr": lr[name]} if name in lr else {} for name in optimizers}
     return [
-        parse(raw, {"optimizer.name": name, "optimizer.lr_for": dict(lr), "train.seed": seed})
-        for seed in seeds
-        for name in optimizers
+        parse(raw, rates[name] | {"optimizer.name": name, "train.seed": seed}) for seed in seeds for name in optimizers
     ]
 
 
@@ -127,6 +128,6 @@ def compare(
 
 
 def _folder(recipe: Recipe, recipes: Sequence[Recipe]) -> str:
-    """The name of a run's folder: its optimizer, and the seed where there are several."""
+    """The name of a run's folder: its label, and the seed where there are several."""
     several = len({other.train.seed for other in recipes}) > 1
-    return f"{recipe.optimizer.name}-seed{recipe.train.seed}" if several else recipe.optimizer.name
+    return f"{recipe.label}-seed{recipe.train.seed}" if several else recipe.label

@@ -33,6 +33,9 @@ AUTO_IS_COMPACT = False
 class OneBitOptimizer(TwoStages):
     """A subclass says how far each layer goes in both stages."""
 
+    sends_momentum = True
+    """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
+
     def stats(self) -> dict[str, Any]:
         """As in the warm-up stage, and in the compressed stage the norms of the momentum, of this worker's error and
         of its server error."""
@@ -76,6 +79,7 @@ class OneBitOptimizer(TwoStages):
         how = self._compression
         named = [("codec", repr(how.codec)), ("dead_elements", how.dead_elements)]
         named += [("momentum_scales", str(how.momentum_scales)), ("state", how.state)]
+        named += [("error feedback", str(how.feedback))]
         return [*super()._structure(), *named]
 
     def _extra_state(self) -> dict[str, Any]:
@@ -208,10 +212,11 @@ class OneBitOptimizer(TwoStages):
             self._add_flat("variance", self._flat["variance"].to(torch.bfloat16))
         if self._compression.momentum_scales:
             self._add_layerwise("momentum_scale", 1.0)
-        codec = self._compression.codec
+        how = self._compression
+        codec = how.codec
         codecs = [self._backend.codec(bucket, codec) for bucket in self._layout.buckets]
         self._exchange = Exchange(
-            self._layout, codec, self.comm, self._dtype, self._device, codecs, compact=self._compact()
+            self._layout, codec, self.comm, self._dtype, self._device, codecs, self._compact(), how.feedback
         )
         self._momentum: list[Momentum | Tensor] = [self._flat["momentum"][b.slice] for b in self._layout.buckets]
         self._mask = self._user_mask()

@@ -15,6 +15,8 @@ nothing (DEV-13, DEV-15). Conservation, for every bucket and any number of steps
 
 A dead element (see `BucketCodec.set_alive`) sends nothing: its whole input stays in its worker error. Its worker
 asks in the header of its messages for the mask to be exchanged; `wake` does that before the next step.
+
+With `feedback=False` nothing is carried over and the sum above does not hold: it shows what the errors are for.
 """
 
 from __future__ import annotations
@@ -53,13 +55,16 @@ class Exchange:
         device: torch.device,
         codecs: list[BucketCodec] | None = None,
         compact: bool = False,
+        feedback: bool = True,
     ) -> None:
         """`codecs`: one per bucket, of the same settings as `codec`, where others than the plain ones are wanted.
 
         `compact`: the worker errors are `Int8`; dtype must be float32 then.
+        `feedback`: False: errors stay zero, but for the inputs with which dead elements ask to wake.
         """
         self.layout = layout
         self.comm = comm
+        self.feedback = feedback
         self.codecs = codecs or [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
         self._flat_error = None if compact else layout.zeros(dtype, device)
         self.errors: list[Tensor | Int8] = [
@@ -249,10 +254,22 @@ class BucketMean:
 
         `keep`: bool [], whether they were, where only the device knows; nothing is changed where it is False.
         """
+        if not self._exchange.feedback:
+            self._commit_asleep(keep)
+            return
         error = self._exchange.errors[self.bucket.index]
         self._source.commit(self._codec, error, self._factor, self._sent, keep)
         rank = self._exchange.comm.rank
         self._codec.commit_served(self._received, rank, self._server_error, self._factor, self._reply, keep)
+
+    def _commit_asleep(self, keep: Tensor | None) -> None:
+        """Keep the inputs of dead elements, which were not compressed but not sent at all, and nothing else."""
+        error, alive = self._exchange.errors[self.bucket.index], self._codec.alive
+        held = torch.zeros_like(_read(error))
+        if alive is not None:
+            self._source.commit(self._codec, error, self._factor, self._sent, keep)
+            held = torch.where(alive, held, _read(error))
+        _write(error, held, keep, alive)
 
     @property
     def _server_error(self) -> Tensor:

@@ -28,6 +28,7 @@ Runs = Mapping[str, Sequence[Lines]]  # optimizer -> one file per seed
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, safe for colour-blind
 MARKERS = "osD^vP"
+DASHES = ("-", "--", "-.")
 FAR = 1e3  # times the 90th percentile of a per-layer value, or below the 10th by it, is off the axis
 INK, GRID, GROUND = "#24292f", "#d0d7dd", "#fefefe"  # words and lines; grid; behind them
 STYLE = {
@@ -81,7 +82,10 @@ def plot(runs: Runs, paths: Sequence[Path]) -> None:
         for axes, against in ((left, STEPS), (right, BYTES)):
             handles = _draw_loss(axes, runs, against)
         right.set_ylabel("")
-        left.legend(handles=handles)
+        if len(handles) > 8:  # beside the figure, else it would cover the lines
+            figure.legend(handles=handles, loc="outside right upper")
+        else:
+            left.legend(handles=handles)
         for path in paths:
             figure.savefig(path, dpi=150)
 
@@ -89,9 +93,13 @@ def plot(runs: Runs, paths: Sequence[Path]) -> None:
 def loss_svg(runs: Runs, against: Against) -> str:
     """Loss against steps, bytes or time, to put into a page."""
     with mpl.rc_context(STYLE):
-        figure = _figure(4.0, 3.1)
-        handles = _draw_loss(figure.subplots(gridspec_kw=MARGINS | {"top": 0.97, "bottom": 0.29}), runs, against)
-        figure.legend(handles=handles, **LEGEND | {"ncols": 3})
+        columns = 3 if max(map(len, runs)) < 16 else 2
+        more_in = 0.18 * max(0, math.ceil((len(runs) + 1) / columns) - 2)  # the legend has room for two lines
+        height_in = 3.1 + more_in
+        ends = {"top": 1 - 0.09 / height_in, "bottom": (0.9 + more_in) / height_in}
+        figure = _figure(4.0, height_in)
+        handles = _draw_loss(figure.subplots(gridspec_kw=MARGINS | ends), runs, against)
+        figure.legend(handles=handles, **LEGEND | {"ncols": columns})
         return _inline(figure, f"loss-{against.key}", f"Loss against {against.label}")
 
 
@@ -112,7 +120,7 @@ def _draw_loss(axes: Any, runs: Runs, against: Against) -> list[Any]:
         if len(loss) > 1:
             sd = loss.std(0, ddof=1)
             axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)
-        handles += axes.plot(x, mean, color=colour, marker=MARKERS[index % len(MARKERS)], ms=3.5, lw=1.6, label=name)
+        handles += axes.plot(x, mean, ms=3.5, lw=1.6, label=name, **look(index))
         place = switch(seeds, against.key)
         if place is not None:
             marks.append(axes.axvline(place / against.unit, color=colour, lw=1.2, ls=":", label="switch"))
@@ -122,6 +130,13 @@ def _draw_loss(axes: Any, runs: Runs, against: Against) -> list[Any]:
     axes.set_xlabel(against.label)
     axes.set_ylabel("loss, nats per masked token")
     return [*handles, *marks[:1]]
+
+
+def look(index: int) -> dict[str, str]:
+    """Colour, marker and dashes of the line at a place; where colours come round, the other two tell lines apart."""
+    again = index // len(PALETTE)
+    marker, dashes = MARKERS[(index + again) % len(MARKERS)], DASHES[again % len(DASHES)]
+    return {"color": PALETTE[index % len(PALETTE)], "marker": marker, "ls": dashes}
 
 
 def _plain_numbers(axis: Any, low: float, high: float) -> None:
@@ -173,13 +188,13 @@ KINDS = (
 )
 
 
-def layer_svgs(records: Mapping[str, Lines], kind: Kind, switch_step: float | None) -> dict[str, str]:
+def layer_svgs(records: Mapping[str, Lines], kind: Kind, switches: Mapping[str, float]) -> dict[str, str]:
     """A kind of per-layer value over the steps: a figure for each optimizer that has it, all with the same axes.
 
     Args:
         records: optimizer -> lines of its layers file; its place decides its colour.
         kind: which value.
-        switch_step: where to mark the switch; None: nowhere.
+        switches: optimizer -> the step at which to mark the switch; not marked for one that is not in it.
     """
     found = {name: _by_layer(lines, kind) for name, lines in records.items()}
     found = {name: (steps, values) for name, (steps, values) in found.items() if values.size}
@@ -195,8 +210,8 @@ def layer_svgs(records: Mapping[str, Lines], kind: Kind, switch_step: float | No
             figure = _figure(4.0, 2.9)
             axes = figure.subplots(gridspec_kw=MARGINS)
             _draw_layers(axes, *found[name], PALETTE[index % len(PALETTE)])
-            if switch_step is not None:
-                axes.axvline(switch_step, color=INK, lw=1.2, ls=":", label="switch")
+            if name in switches:
+                axes.axvline(switches[name], color=INK, lw=1.2, ls=":", label="switch")
             axes.set(title=name, xlabel="step", ylabel=kind.label, ylim=limits, xlim=(0, 1.02 * last))
             if kind.log:
                 axes.set_yscale("log")

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import onebit
+from onebit import mistakes
 from onebit.averaging import average_gradients
 from onebit.checks import fingerprints
-from onebit.comm import Comm, check_same, ring_all_reduce_bytes
+from onebit.comm import Comm, Solo, check_same, ring_all_reduce_bytes
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.layerwise import layer_names, layer_stats
@@ -28,6 +29,10 @@ from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
 
 BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
 UNCOMPRESSED = "uncompressed"  # the stage of an optimizer that has no compressed stage
+MISTAKES = {
+    "adam-1bit-gradient": mistakes.CompressedGradientAdam,
+    "adam-1bit-update": mistakes.CompressedUpdateAdam,
+}
 
 _building = threading.Lock()  # weights are drawn from torch's global generator, which threads share
 
@@ -68,15 +73,25 @@ class Job:
                 if metrics and display:
                     metrics.write(step=number, eval_loss=self.eval_loss, **self._totals())
                     display.evaluated(number, train.steps, self.eval_loss)
-            if metrics and at_switch and self.recipe.one_bit:
+            if metrics and display and at_switch and isinstance(self.optimizer, OneBitOptimizer):
                 metrics.write(step=number, switch_to=self._stage, **self._totals())
+                self._say_switch(number, self.optimizer, display)
             if layers and (evaluated or at_switch):
                 layers.write(step=number, stage=self._stage, **layer_stats(self.optimizer))
         if not math.isfinite(self.eval_loss):
             raise ConfigError(
-                f"the held-out loss is {self.eval_loss} at the end, with {self.recipe.optimizer.name} at lr "
+                f"the held-out loss is {self.eval_loss} at the end, with {self.recipe.label} at lr "
                 f"{self.recipe.lr:g}; lower optimizer.lr or lengthen train.lr_warmup"
             )
+
+    def _say_switch(self, number: int, optimizer: OneBitOptimizer, display: Display) -> None:
+        """Say that step `number` was the last of its stage, and why."""
+        if optimizer.stage is onebit.Stage.WARMUP:
+            display.say(f"step {number}: back to the warm-up stage")
+            return
+        if optimizer.switch_outlook:
+            display.say(f"before the switch: {optimizer.switch_outlook}")
+        display.say(f"step {number}: the warm-up stage ends ({optimizer.freeze_reason})")
 
     @property
     def _stage(self) -> str:
@@ -86,8 +101,8 @@ class Job:
     def _at_switch(self, number: int) -> bool:
         """Whether step `number`, the last one, ended the warm-up stage.
 
-        Optimizers without a switch count as if they had one after `freeze_step` steps, so that what has changed since
-        can be set side by side.
+        Optimizers without a switch count as if they had one after `freeze_step` steps, the latest that a rule allows,
+        so that what has changed since can be set side by side.
         """
         return self._stage != self._steps[-1].stage if self.recipe.one_bit else number == self.recipe.freeze_step
 
@@ -171,7 +186,7 @@ class Job:
         if self._bad_steps >= min(BAD_STEPS_ALLOWED, self.recipe.train.steps):
             raise ConfigError(
                 f"the loss or its gradient has not been finite for {self._bad_steps} steps, up to step {number}, "
-                f"with {self.recipe.optimizer.name} at lr {self.recipe.lr:g}; lower optimizer.lr or lengthen "
+                f"with {self.recipe.label} at lr {self.recipe.lr:g}; lower optimizer.lr or lengthen "
                 "train.lr_warmup"
             )
         if metrics is None or display is None:
@@ -210,7 +225,7 @@ class Job:
             return sum(step.payload_bytes for step in steps) / whole if whole else None
 
         return Summary(
-            optimizer=self.recipe.optimizer.name,
+            optimizer=self.recipe.label,
             eval_loss=self.eval_loss,
             payload_bytes=self.payload_bytes(),
             share_of_16bit=share(self._steps),
@@ -224,8 +239,10 @@ class Job:
             workers=self.comm.size,
             parameters=elements,
             skipped_steps=self._skipped_before,
+            freeze_step=self.optimizer.freeze_step if isinstance(self.optimizer, OneBitOptimizer) else None,
+            freeze_reason=self.optimizer.freeze_reason if isinstance(self.optimizer, OneBitOptimizer) else "",
             versions=versions(),
-            recipe=self.recipe.model_dump(mode="json"),
+            recipe=_in_words(self.recipe.model_dump(mode="json", exclude={"variants"})),
         )
 
 
@@ -283,9 +300,14 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     if chosen.name == "lamb":
         common |= {"min_coeff": chosen.min_coeff, "max_coeff": chosen.max_coeff, "transport": chosen.warmup_transport}
         return onebit.Lamb(groups, **_checked(onebit.Lamb, common, chosen.options)), None
-    common |= {"freeze_step": recipe.freeze_step, "warmup_transport": chosen.warmup_transport}
-    if chosen.preset == "paper":
-        common |= onebit.PAPER
+    common |= {"freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
+    common["warmup_transport"] = chosen.warmup_transport
+    preset = onebit.PAPER if chosen.preset == "paper" else {}
+    if chosen.name in MISTAKES:
+        mistake = MISTAKES[chosen.name]  # what it does not know of the preset, it always does
+        common |= {name: value for name, value in preset.items() if name in inspect.signature(mistake).parameters}
+        return mistake(groups, **_checked(mistake, common, chosen.options)), None
+    common |= preset
     if chosen.name == "onebit-adam":
         return onebit.OneBitAdam(groups, **_checked(onebit.OneBitAdam, common, chosen.options)), None
     for name in ("min_coeff", "max_coeff", "coeff_beta", "factor_min", "factor_max", "factor_threshold"):
@@ -293,6 +315,11 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     if chosen.name == "lamb-basic-1bit":
         common["ratio"] = "fixed"
     return onebit.OneBitLamb(groups, **_checked(onebit.OneBitLamb, common, chosen.options)), None
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Raise ConfigError if the recipe's optimizer refuses its options, before anything else has been done."""
+    build_optimizer(recipe, torch.nn.Linear(1, 1), Solo())
 
 
 def _checked(make: type, common: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -324,6 +351,15 @@ def lr_factor(recipe: Recipe, step: int) -> float:
     if recipe.train.lr_decay == "linear":
         return 1 - gone
     return 0.5 * (1 + math.cos(math.pi * gone)) if recipe.train.lr_decay == "cosine" else 1.0
+
+
+def _in_words(value: Any) -> Any:
+    """The same with "inf" for a setting that is infinite, since JSON has no number for it."""
+    if isinstance(value, dict):
+        return {key: _in_words(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_in_words(part) for part in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def versions() -> dict[str, str]:

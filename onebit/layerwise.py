@@ -26,11 +26,13 @@ def layer_stats(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
 
         variance_norm: L1 norm of the variance; in the compressed stage of the fresh one, else of the frozen one.
             Elements that never had a gradient count as zero, not as what stands in for them (DEV-10).
-        frozen_variance_norm: the same of the frozen variance. Compressed stage only, as all that follow but one.
+        frozen_variance_norm: the same of the frozen variance. Compressed stage only, as all that follow but one, and
+            only of an optimizer that freezes it.
         coefficient: the last layerwise coefficient c. In both stages.
         ratio: the last ratio r.
         momentum_scale: s, where layers share a 1-bit scale.
-        compression_error: 2-norm of this worker's error over that of the momentum; 0 where both are zero.
+        compression_error: 2-norm of this worker's error over that of the momentum; 0 where both are zero. Where the
+            momentum is what is sent.
     """
     if "_flat" in vars(optimizer):
         return _of_ours(optimizer)
@@ -47,6 +49,7 @@ def _of_ours(optimizer: Any) -> dict[str, list[float]]:
     if layout is None:
         return {}
     exchange = getattr(optimizer, "_exchange", None)
+    frozen = exchange is not None and optimizer.sends_momentum
     alive = None if exchange is None else exchange.alive
 
     def sums(kind: str) -> Tensor:
@@ -54,12 +57,12 @@ def _of_ours(optimizer: Any) -> dict[str, list[float]]:
         return torch.stack([view.sum(dtype=torch.float64) for view in layout.views(values)])
 
     found = {"variance_norm": sums("fresh_variance" if "fresh_variance" in flat else "variance")}
-    if exchange is not None:
+    if frozen:
         found["frozen_variance_norm"] = sums("variance")
     for kind, name in (("coefficient", "coeff"), ("ratio", "ratio"), ("momentum_scale", "momentum_scale")):
         if name in layerwise:
             found[kind] = layerwise[name]
-    if exchange is not None:
+    if exchange is not None and frozen:
         momentum = _norms(optimizer.decoded_momentum())
         error = _norms(layout.views(exchange.worker_error)) / layerwise.get("momentum_scale", 1.0)
         found["compression_error"] = torch.where(error > 0, error / momentum, 0.0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import Transport
 from onebit.backend import BucketStep, Momentum
+from onebit.checks import check_in
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
@@ -42,6 +43,8 @@ class OneBitAdam(OneBitOptimizer):
         guard: as in `OneBitLamb`.
             Compact state takes 3.2 instead of 8.2 bytes per parameter, and 4 / n more for the server error.
         momentum_scales: as in `OneBitLamb`; off, as released, also where layers share a scale.
+        error_feedback: "unscaled"; or "none", which drops what compression leaves out of each step: for comparisons
+            only, since training then stalls or diverges.
 
     Raises:
         ConfigError: a value outside what is listed above.
@@ -68,10 +71,12 @@ class OneBitAdam(OneBitOptimizer):
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
         total_steps: int | None = None,
         guard: SwitchGuard | None = None,
+        error_feedback: Literal["unscaled", "none"] = "unscaled",
     ) -> None:
         codec = OneBit() if codec is None else codec
+        feedback = check_in("error_feedback", error_feedback, ("unscaled", "none")) != "none"
         self._compression = Compression(
-            freeze_step, total_steps, codec, variance_floor, dead_elements, momentum_scales, state, guard
+            freeze_step, total_steps, codec, variance_floor, dead_elements, momentum_scales, state, guard, feedback
         )
         self._bias_correction = bias_correction
         self._frozen_at = self._compressed_updates = 0  # updates at the last switch, and those that left v alone

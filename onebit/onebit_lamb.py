@@ -51,7 +51,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), or "fixed" (stays 1: the
             basic 1-bit LAMB the paper compares with).
         error_feedback: "unscaled" (as released), or "scaled" by the ratio of the step sizes (as analysed), which
-            applies each step's coefficient in the next step (DEV-4).
+            applies each step's coefficient in the next step (DEV-4). "none" drops what compression leaves out of each
+            step: for comparisons only, since training then stalls or diverges.
         variance_floor: the frozen variance is at least this times its layer's mean, in [0, 1); 0: no floor.
         dead_elements: elements that never had a gradient are held ("hold") until a worker sees one, or take part in
             the exchange unless their whole layer is dead ("exchange", as released).
@@ -88,7 +89,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         comm: Comm | None = None,
         codec: OneBit | None = None,
         ratio: Literal["sqrt", "variance", "fixed"] = "sqrt",
-        error_feedback: Literal["unscaled", "scaled"] = "unscaled",
+        error_feedback: Literal["unscaled", "scaled", "none"] = "unscaled",
         variance_floor: float = 0.01,
         dead_elements: DeadElements = "hold",
         coeff_bias_correction: bool | None = None,
@@ -107,12 +108,14 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         shared = codec.scale == "bucket"
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)
         scaled = shared if momentum_scales is None else momentum_scales
+        check_in("error_feedback", error_feedback, ("unscaled", "scaled", "none"))
+        feedback = error_feedback != "none"
         self._compression = Compression(
-            freeze_step, total_steps, codec, variance_floor, dead_elements, scaled, state, guard
+            freeze_step, total_steps, codec, variance_floor, dead_elements, scaled, state, guard, feedback
         )
         self._ratio_form = check_in("ratio", ratio, ("sqrt", "variance", "fixed"))
         self._ratio_bounds = (factor_min, factor_max, factor_threshold)
-        self._scaled_error = check_in("error_feedback", error_feedback, ("unscaled", "scaled")) == "scaled"
+        self._scaled_error = error_feedback == "scaled"
         self._coeff_bias_correction = not shared if coeff_bias_correction is None else coeff_bias_correction
         super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
 

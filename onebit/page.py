@@ -75,8 +75,7 @@ def report_html(runs: Sequence[Run], aggregates: Sequence[Mapping[str, Any]], su
     for run in runs:
         by_name.setdefault(run.summary.optimizer, []).append(run)
     metrics: Runs = {name: [run.metrics for run in seeds] for name, seeds in by_name.items()}
-    places = (switch(seeds, STEPS.key) for seeds in metrics.values())
-    switch_step = next((place for place in places if place is not None), None)
+    switches = _switches(metrics)
     drawn = [STEPS, *([BYTES] if sends(metrics) else []), TIME]
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -84,15 +83,23 @@ def report_html(runs: Sequence[Run], aggregates: Sequence[Mapping[str, Any]], su
         summary=runs[0].summary,
         seeds=aggregates[0]["seeds"],
         rows=[_cells(entry) for entry in aggregates],
-        switch_step=switch_step,
+        switches=sorted(set(switches.values())),
         losses=[loss_svg(metrics, against) for against in drawn],
         sends=sends(metrics),
         layer_count=len(_values(runs[0].layers[-1:], "variance_norm")),
-        kinds=_kinds(by_name, switch_step),
-        changes=[] if switch_step is None else _changes(by_name, switch_step),
+        kinds=_kinds(by_name, switches),
+        changes=_changes(by_name, switches),
         settings=_settings(by_name),
         surroundings=surroundings,
     )
+
+
+def _switches(metrics: Runs) -> dict[str, float]:
+    """The step of each optimizer's switch, a mean over seeds; for one without, the first other's. Empty without any."""
+    found = {name: switch(seeds, STEPS.key) for name, seeds in metrics.items()}
+    first = next((place for place in found.values() if place is not None), None)
+    places = {name: first if place is None else place for name, place in found.items()}
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def _cells(entry: Mapping[str, Any]) -> list[str]:
@@ -108,11 +115,11 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _kinds(by_name: Mapping[str, Sequence[Run]], switch_step: float | None) -> list[dict[str, Any]]:
+def _kinds(by_name: Mapping[str, Sequence[Run]], switches: Mapping[str, float]) -> list[dict[str, Any]]:
     """Heading, note and figures of each per-layer value that there is, of the first seed."""
 
     first = {name: seeds[0].layers for name, seeds in by_name.items()}
-    found = [(kind, list(layer_svgs(first, kind, switch_step).values())) for kind in KINDS]
+    found = [(kind, list(layer_svgs(first, kind, switches).values())) for kind in KINDS]
     return [
         {"name": kind.name, "heading": kind.heading, "note": NOTES[kind.name], "figures": svgs}
         for kind, svgs in found
@@ -120,11 +127,11 @@ def _kinds(by_name: Mapping[str, Sequence[Run]], switch_step: float | None) -> l
     ]
 
 
-def _changes(by_name: Mapping[str, Sequence[Run]], switch_step: float) -> list[dict[str, Any]]:
+def _changes(by_name: Mapping[str, Sequence[Run]], switches: Mapping[str, float]) -> list[dict[str, Any]]:
     """Optimizer by optimizer: in which share of the layers, of all seeds, the variance norm fell or rose since."""
     changes = []
     for name, seeds in by_name.items():
-        pairs = [pair for run in seeds for pair in _before_and_after(run.layers, switch_step)]
+        pairs = [pair for run in seeds for pair in _before_and_after(run.layers, switches.get(name))]
         if pairs:
             fell, rose = (sum(test) / len(pairs) for test in ([b < a for a, b in pairs], [b > a for a, b in pairs]))
             quotients = sorted(b / a for a, b in pairs if a > 0)
@@ -133,8 +140,10 @@ def _changes(by_name: Mapping[str, Sequence[Run]], switch_step: float) -> list[d
     return changes
 
 
-def _before_and_after(layers: Lines, switch_step: float) -> list[tuple[float, float]]:
-    """Each layer's variance norm at the switch and at the end; nothing for a variance that is frozen."""
+def _before_and_after(layers: Lines, switch_step: float | None) -> list[tuple[float, float]]:
+    """Each layer's variance norm at the switch and at the end; nothing without a switch, or where it is frozen."""
+    if switch_step is None:
+        return []
     since = [line for line in layers if line["step"] >= switch_step and "variance_norm" in line]
     if len(since) < 2 or since[-1].get("frozen_variance_norm") == since[-1]["variance_norm"]:
         return []
@@ -154,7 +163,8 @@ def _settings(by_name: Mapping[str, Sequence[Run]]) -> dict[str, list[tuple[str,
 
     def cells(section: str, key: str) -> list[str]:
         if (section, key) == ("optimizer", "name"):
-            return list(by_name)
+            named = {label: recipe[section][key] for label, recipe in recipes.items()}
+            return [name if label == name else f"{label}: {name}" for label, name in named.items()]
         if (section, key) == ("train", "seed"):
             return [", ".join(seeds)]
         shown = {name: _shown(recipe[section][key]) for name, recipe in recipes.items()}
@@ -163,7 +173,19 @@ def _settings(by_name: Mapping[str, Sequence[Run]]) -> dict[str, list[tuple[str,
         return [f"{name}: {value}" for name, value in shown.items()]
 
     one = next(iter(recipes.values()))
-    return {section: [(key, cells(section, key)) for key in values] for section, values in one.items()}
+    shown = {
+        section: [(key, cells(section, key)) for key in values if key != "label"] for section, values in one.items()
+    }
+    if froze := [_froze(run, len(seeds) > 1) for runs in by_name.values() for run in runs if run.summary.freeze_step]:
+        shown["optimizer"].append(("where it froze, and why", froze))
+    return shown
+
+
+def _froze(run: Run, several: bool) -> str:
+    """The update that ended the warm-up stage of a run, and the reason; `several`: there are other seeds."""
+    one = run.summary
+    seed = f", seed {one.recipe['train']['seed']}" if several else ""
+    return f"{one.optimizer}{seed}: after update {one.freeze_step}; {one.freeze_reason}"
 
 
 def _shown(value: Any) -> str:

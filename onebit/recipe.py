@@ -4,9 +4,9 @@
 [data]       text, sequence length, masking, held-out part
 [optimizer]  which one, learning rate, the switch, the LAMB knobs
 [train]      steps, batch, schedule, seed, workers
+[variants.X] keys of [optimizer] that go over it when the run called X is chosen
 """
 
-import difflib
 import json
 import math
 import sys
@@ -17,15 +17,21 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from onebit.errors import ConfigError
+from onebit.faults import sentence
+from onebit.freeze import AutoFreeze, Settling
+from onebit.variants import NAME, select, tables, withdraw
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
 
-OptimizerName = Literal["lamb", "onebit-lamb", "lamb-basic-1bit", "adamw", "onebit-adam"]
+OptimizerName = Literal[
+    "lamb", "onebit-lamb", "lamb-basic-1bit", "adamw", "onebit-adam", "adam-1bit-gradient", "adam-1bit-update"
+]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-ONE_BIT: tuple[OptimizerName, ...] = ("onebit-lamb", "lamb-basic-1bit", "onebit-adam")
+ONE_BIT: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if name not in ("lamb", "adamw"))
+ADAMS: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if "adam" in name)
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 Fraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
@@ -35,7 +41,7 @@ Beta = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, ser_json_inf_nan="constants")
 
 
 class ModelSection(_Section):
@@ -61,22 +67,36 @@ class DataSection(_Section):
 
 
 def _default_lr_for() -> dict[OptimizerName, float]:
-    return {"adamw": 0.003, "onebit-adam": 0.003}
+    return {name: 0.003 for name in ADAMS}
+
+
+class FreezeRule(_Section):
+    """`freeze_step` as a table: the arguments of `onebit.AutoFreeze`, which has their meaning."""
+
+    threshold: Fraction = AutoFreeze.threshold
+    look_back: Count | None = None
+    min_steps: Count | None = None
+    max_steps: Count | None = None
 
 
 class OptimizerSection(_Section):
     """The optimizer. `freeze_step` and `preset` matter to the 1-bit ones, `coeff_beta` to `factor_threshold` to 1-bit
     LAMB, the last two to all LAMBs. `options` are further keyword arguments of the optimizer, as its docstring has
-    them; `codec` in it is a table of those of `onebit.OneBit`."""
+    them; `codec` in it is a table of those of `onebit.OneBit`.
+
+    `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule.
+    `label`: what the run is called; empty: as the optimizer is. Choosing a variant sets it to the variant's name.
+    """
 
     name: OptimizerName = "onebit-lamb"
+    label: Annotated[str, Field(strict=True, pattern=f"^({NAME})?$")] = ""
     lr: Positive = 0.01
     lr_for: dict[OptimizerName, Positive] = Field(default_factory=_default_lr_for)
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
     warmup_transport: Literal["fp32", "bf16"] = "bf16"
-    freeze_step: Count | Fraction = 0.17
+    freeze_step: Count | Fraction | Literal["auto"] | FreezeRule = 0.17
     preset: Literal["default", "paper"] = "default"
     options: dict[str, Any] = Field(default_factory=dict)
     coeff_beta: Beta = 0.9
@@ -112,12 +132,21 @@ class TrainSection(_Section):
 
 
 class Recipe(_Section):
-    """One training run, checked. `load` and `parse` build it and turn every fault into a ConfigError."""
+    """One training run, checked. `load` and `parse` build it and turn every fault into a ConfigError.
+
+    `variants`: name -> keys of [optimizer], each checked as a run of its own; empty once one run has been chosen.
+    """
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     train: TrainSection = TrainSection()
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """What the run is called."""
+        return self.optimizer.label or self.optimizer.name
 
     @property
     def lr(self) -> float:
@@ -126,8 +155,29 @@ class Recipe(_Section):
 
     @property
     def freeze_step(self) -> int:
-        """Full-precision updates before the switch, in steps."""
-        return as_steps(self.optimizer.freeze_step, self.train.steps, least=1)
+        """Full-precision updates before the switch, in steps; where a rule decides, the most that it allows."""
+        rule = self.freeze_rule
+        if isinstance(rule, int):
+            return rule
+        most = self._watch(rule).most
+        assert most is not None  # the length of the run is known
+        return most
+
+    @property
+    def freeze_rule(self) -> int | AutoFreeze:
+        """The same as the optimizer is told it: a number of steps, or the rule that finds it.
+
+        Raises:
+            ConfigError: the rule contradicts itself.
+        """
+        given = self.optimizer.freeze_step
+        if isinstance(given, FreezeRule):
+            return AutoFreeze(**given.model_dump())
+        return AutoFreeze() if isinstance(given, str) else as_steps(given, self.train.steps, least=1)
+
+    def _watch(self, rule: AutoFreeze) -> Settling:
+        """A rule with the numbers that it has in this run."""
+        return Settling(rule, self.optimizer.betas[1], self.train.steps)
 
     @property
     def lr_warmup_steps(self) -> int:
@@ -145,8 +195,15 @@ def as_steps(value: int | float, steps: int, least: int) -> int:
     return value if isinstance(value, int) else max(least, round(value * steps))
 
 
-def number(text: str, flag: str) -> int | float:
+def freeze_flag(text: str) -> int | float | str:
+    """The value of --freeze-step: a number, or "auto". ConfigError for all else."""
+    return text if text == "auto" else number(text, "--freeze-step", " or auto")
+
+
+def number(text: str, flag: str, otherwise: str = "") -> int | float:
     """The value of a flag, an int or a float, told apart as TOML does.
+
+    `otherwise`: what else the flag may be, for the message.
 
     Raises:
         ConfigError: it is no number.
@@ -156,7 +213,7 @@ def number(text: str, flag: str) -> int | float:
     except ValueError:
         value = None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{flag} is {text!r}; it must be a number; correct the flag")
+        raise ConfigError(f"{flag} is {text!r}; it must be a number{otherwise}; correct the flag")
     return value
 
 
@@ -166,7 +223,7 @@ def load(path: Path, overrides: Mapping[str, Any]) -> Recipe:
     Args:
         path: the TOML file.
         overrides: dotted key -> value, as from the command line; they win over the file, and `optimizer.lr` also
-            over its `lr_for`.
+            over its `lr_for`; both also over its variants. `optimizer.name` may name a variant.
     Raises:
         ConfigError: the file cannot be read, is not TOML, or says something impossible.
     """
@@ -185,12 +242,13 @@ def load(path: Path, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
-    """Check a nested mapping (as TOML or JSON gives it) and return the recipe.
+    """Check a nested mapping (as TOML or JSON gives it) and return the recipe. `overrides`: as in `load`.
 
     Raises:
         ConfigError: an unknown key (names the nearest known one) or an impossible value.
     """
     merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in raw.items()}
+    variants = merged["variants"] = tables(merged.get("variants", {}), OPTIMIZERS)
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         target = merged.setdefault(section, {})
@@ -198,24 +256,36 @@ def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
             raise ConfigError(
                 f"recipe: [{section}] is {target!r}; it must be a section; write [{section}] above its keys"
             )
+        if key == "optimizer.name":
+            continue  # once it is known what the variants have in common
+        if section == "optimizer":
+            withdraw(variants, name)
         if name == "lr_for" and isinstance(target.get(name), Mapping):
             value = {**target[name], **value}
         target[name] = value
         if key == "optimizer.lr":
             target["lr_for"] = {}  # else the rate of the file, or the default one, would hide the one just given
+    if "optimizer.name" in overrides:
+        merged["optimizer"] = select(merged["optimizer"], variants, overrides["optimizer.name"], OPTIMIZERS)
+        merged["variants"] = {}
     try:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(sentence(error, known_keys())) from None
     _check(recipe)
+    for name in recipe.variants:
+        try:
+            parse(merged, {"optimizer.name": name})
+        except ConfigError as error:
+            raise ConfigError(f"[variants.{name}]: {error}") from None
     return recipe
 
 
 def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """Replace every automatic value by a number.
+    """Replace every automatic value by a number, but where a rule decides during the run: by all numbers of the rule.
 
     Returns:
-        The recipe without `auto` and shares, and the reason of each choice by dotted key.
+        The recipe without `auto`, shares and variants, and the reason of each choice by dotted key.
     """
     model, data, train, optimizer = recipe.model, recipe.data, recipe.train, recipe.optimizer
     changes: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "train": {}}
@@ -240,9 +310,18 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
             recipe.freeze_step,
             f"{optimizer.freeze_step:g} of {train.steps} steps",
         )
+    rule = recipe.freeze_rule
+    if recipe.one_bit and isinstance(rule, AutoFreeze):
+        watch = recipe._watch(rule)
+        numbers = {"look_back": watch.look_back, "min_steps": watch.least, "max_steps": watch.most}
+        changes["optimizer"]["freeze_step"] = {"threshold": rule.threshold, **numbers}
+        reasons["optimizer.freeze_step"] = (
+            f"auto: when the variance has settled over {watch.look_back} steps, from step {watch.least} on, with step "
+            f"{watch.most} at the latest"
+        )
     if recipe.lr != optimizer.lr:
         choose("optimizer", "lr", recipe.lr, f"lr_for.{optimizer.name}")
-    raw = recipe.model_dump(mode="python")
+    raw = recipe.model_dump(mode="python", exclude={"variants"})
     for section, values in changes.items():
         raw[section] |= values
     return parse(raw, {}), reasons
@@ -266,6 +345,7 @@ def _check(recipe: Recipe) -> None:
             f"train.lr_warmup is {train.lr_warmup}; it must not exceed the run of {train.steps} steps; "
             "lower it or raise train.steps"
         )
+    _check_rule(recipe)
     if recipe.one_bit and recipe.freeze_step >= train.steps:
         raise ConfigError(
             f"optimizer.freeze_step is {recipe.freeze_step}, beyond the run: it must be below train.steps, "
@@ -283,6 +363,19 @@ def _check(recipe: Recipe) -> None:
         )
 
 
+def _check_rule(recipe: Recipe) -> None:
+    """Raise ConfigError for a rule of the switch that cannot be followed."""
+    try:
+        rule = recipe.freeze_rule
+    except ConfigError as error:
+        raise ConfigError(f"optimizer.freeze_step: {error}") from None
+    if isinstance(rule, AutoFreeze) and rule.min_steps is not None and rule.min_steps > recipe.freeze_step:
+        raise ConfigError(
+            f"optimizer.freeze_step.min_steps is {rule.min_steps}; the stage ends at step {recipe.freeze_step} at the "
+            "latest; lower it, or set max_steps"
+        )
+
+
 def known_keys() -> dict[str, tuple[str, ...]]:
     """Section -> its keys."""
     sections: dict[str, type[BaseModel]] = {
@@ -291,67 +384,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "optimizer": OptimizerSection,
         "train": TrainSection,
     }
-    return {name: tuple(section.model_fields) for name, section in sections.items()}
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first fault of a pydantic error as one sentence: what, value, allowed, what to do."""
-    faults = error.errors(include_url=False)
-    unknown = [f for f in faults if f["type"] == "extra_forbidden"]
-    if unknown:
-        return _unknown_key([str(part) for part in unknown[0]["loc"]])
-    # a union reports each of its members; their locations start alike and end with the member's name
-    first = faults[0]
-    where = [str(part) for part in first["loc"]]
-    key = ".".join(where[:2]) if where[0] in known_keys() else where[0]
-    allowed = [_allowed(f) for f in faults if [str(p) for p in f["loc"][:2]] == where[:2]]
-    value = first["input"]
-    shown = repr(value) if len(repr(value)) < 60 else repr(value)[:57] + "..."
-    return f"recipe: {key} is {shown}; {' or '.join(dict.fromkeys(allowed))}; correct the recipe or the flag"
-
-
-_WORDS = {
-    "greater_than": "it must be above {gt}",
-    "greater_than_equal": "it must be {ge} or more",
-    "less_than": "it must be below {lt}",
-    "less_than_equal": "it must be {le} or less",
-    "literal_error": "it must be {expected}",
-    "int_type": "it must be a whole number",
-    "float_type": "it must be a number",
-    "float_parsing": "it must be a number",
-    "string_type": "it must be a string",
-    "bool_type": "it must be true or false",
-    "tuple_type": "it must be a list",
-    "missing": "a value is missing in it",
-    "too_long": "it has more values than {max_length}",
-    "model_type": "it must be a section",
-    "finite_number": "it must be finite",
-}
-
-
-def _allowed(fault: Any) -> str:
-    """What pydantic says is allowed, in our words."""
-    template = _WORDS.get(fault["type"])
-    if template:
-        return template.format(**fault.get("ctx", {}))
-    message = str(fault["msg"])
-    return message[0].lower() + message[1:]
-
-
-def _unknown_key(where: list[str]) -> str:
-    """The sentence for a key that nobody knows, with the nearest one that somebody does."""
-    keys = known_keys()
-    dotted = [f"{section}.{key}" for section, names in keys.items() for key in names]
-    wrong = ".".join(where)
-    if len(where) == 1:
-        nearest = difflib.get_close_matches(wrong, list(keys), 1, 0.6) or [d for d in dotted if d.endswith("." + wrong)]
-        allowed = "a recipe has the sections " + ", ".join(f"[{k}]" for k in keys)
-    else:
-        near = difflib.get_close_matches(where[-1], keys.get(where[0], ()), 1, 0.5)
-        nearest = [f"{where[0]}.{n}" for n in near] or [d for d in dotted if d.endswith("." + where[-1])]
-        allowed = f"[{where[0]}] knows " + ", ".join(keys.get(where[0], ()))
-    nearest = nearest or difflib.get_close_matches(wrong, dotted, 1, 0.0)
-    return f"recipe: unknown key {wrong!r}; the nearest known key is {nearest[0]!r}; {allowed}"
+    return {name: tuple(section.model_fields) for name, section in sections.items()} | {"variants": ()}
 
 
 def _reason(error: Exception) -> str:

@@ -26,7 +26,7 @@ class Summary:
     """The outcome of one run.
 
     Attributes:
-        optimizer: its name in the recipe.
+        optimizer: its label in the recipe: the name of the variant, or else of the optimizer.
         eval_loss: held-out loss in nats per masked token, at the end; nan is null in the files.
         payload_bytes: counted, this worker, all optimizer steps.
         share_of_16bit: payload_bytes over those of a 16-bit all-reduce in every step; None with one worker.
@@ -35,6 +35,8 @@ class Summary:
         samples_per_s: of all workers, by stage, evaluation left out.
         steps, workers, parameters: how many.
         skipped_steps: steps that the optimizer left out because a gradient was not finite.
+        freeze_step: the update with which the warm-up stage ended; None without one.
+        freeze_reason: why it ended then; empty without one.
         versions: of what made the result.
         recipe: as resolved.
     """
@@ -50,6 +52,8 @@ class Summary:
     workers: int
     parameters: int
     skipped_steps: int
+    freeze_step: int | None
+    freeze_reason: str
     versions: dict[str, str]
     recipe: dict[str, Any] = field(repr=False)
 
@@ -259,6 +263,8 @@ def summary_table(summary: Summary) -> Table:
         "parameters": f"{summary.parameters:,}",
         "skipped steps": str(summary.skipped_steps),
     }
+    if summary.freeze_step is not None:
+        rows["warm-up stage"] = f"up to update {summary.freeze_step}: {summary.freeze_reason}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

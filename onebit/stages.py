@@ -44,6 +44,7 @@ class Compression:
     momentum_scales: bool
     state: StateKind
     guard: SwitchGuard | None
+    feedback: bool = True
 
     def __post_init__(self) -> None:
         check_freeze_step(self.freeze_step, self.total_steps)
@@ -64,6 +65,8 @@ class TwoStages(FlatOptimizer):
     _freeze_why = "as was asked"  # with a known `_freeze_at`
     freeze_reason = ""
     """Why the last warm-up stage ended; empty before it did."""
+    switch_outlook = ""
+    """What `preview_switch` found at the last switch, in a sentence; empty before it."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         how = self._compression
@@ -185,8 +188,9 @@ class TwoStages(FlatOptimizer):
     def _postponed(self) -> bool:
         """Look at what the switch would do, say it, and wait if the guard says so. All workers decide alike."""
         layers = self.preview_switch()
+        self.switch_outlook = sentence(layers)
         if self.comm.rank == 0:
-            log.info("before the switch: %s", sentence(layers))
+            log.info("before the switch: %s", self.switch_outlook)
         if self._watch is None:
             return False
         mine = sorted(layer.stretch for layer in layers.values() if layer.stretch > 0)

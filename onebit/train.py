@@ -28,7 +28,7 @@ from onebit.comm import Comm, Distributed, Solo, check_same
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job
 from onebit.kernels import choose
-from onebit.recipe import Recipe, load, number, parse, resolve
+from onebit.recipe import Recipe, freeze_flag, load, parse, resolve
 from onebit.report import (
     LAYERS,
     METRICS,
@@ -79,7 +79,7 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
         with (
             Metrics(output.folder / METRICS) as metrics,
             recorded as layers,
-            display.bar(recipe.optimizer.name, train.steps),
+            display.bar(recipe.label, train.steps),
         ):
             job.train(metrics, display, layers)
     else:
@@ -217,7 +217,7 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Recipe, Path]]:
         return [(parse(item["recipe"], {}), Path(item["out"])) for item in json.loads(options.runs.read_text())]
     given = {key: value for key, value in vars(options).items() if "." in key and value is not None}
     if "optimizer.freeze_step" in given:
-        given["optimizer.freeze_step"] = number(given["optimizer.freeze_step"], "--freeze-step")
+        given["optimizer.freeze_step"] = freeze_flag(given["optimizer.freeze_step"])
     recipe = load(options.recipe, given) if options.recipe else parse({}, given)
     return [(recipe, options.out)]
 

@@ -158,7 +158,7 @@ def test_the_program_refuses_a_freeze_step_as_the_command_does(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     with pytest.raises(SystemExit, match="2"):
         train.main([str(recipe), "--freeze-step", value])
-    expected = f"error: --freeze-step is {value!r}; it must be a number; correct the flag"
+    expected = f"error: --freeze-step is {value!r}; it must be a number or auto; correct the flag"
     assert one_sentence(capsys.readouterr().err) == expected
 
 
@@ -183,6 +183,49 @@ def test_compare_ends_with_a_table_rows_and_plots(tmp_path: Path, recipe: Path) 
     assert losses[0] == losses[1] == losses[2]  # same data, seed and order; the warm-up stage is LAMB itself
     assert str(out / "plot.svg") in result.output.replace("\n", "")
     assert not out.with_name("out.partial").exists()
+
+
+VARIANTS = """
+[variants.base]
+name = "lamb"
+[variants.soft.options]
+factor_threshold = inf
+[variants.late]
+freeze_step = {min_steps = 6, max_steps = 7}
+"""
+
+
+def test_variants_are_compared_under_their_names(tmp_path: Path, recipe: Path) -> None:
+    """In processes, so that they also travel as JSON."""
+    recipe.write_text(RECIPE + VARIANTS)
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--lr", "late=0.004", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [row["optimizer"] for row in rows] == ["base", "soft", "late"]
+    assert [row["lr"] for row in rows] == [0.02, 0.02, 0.004]
+    assert [row["freeze_step"] for row in rows][:2] == [None, 4]
+    assert rows[2]["freeze_step"] in (6, 7)
+    assert rows[1]["freeze_reason"] == "4 updates, as was asked"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.is_dir()) == ["base", "late", "soft"]
+    assert "late: optimizer.freeze_step = auto: when the variance has settled" in result.output
+    assert read_summary(tmp_path / "out" / "soft").recipe["optimizer"]["options"] == {"factor_threshold": "inf"}
+    report = (tmp_path / "out" / "report.html").read_text()
+    for words in ("base, soft, late", "<span>base: lamb</span>", "late: after update", rows[2]["freeze_reason"]):
+        assert words in report, words
+
+
+def test_a_variant_is_trained_by_its_name_and_flags_win_over_it(tmp_path: Path, recipe: Path) -> None:
+    recipe.write_text(RECIPE + VARIANTS)
+    arguments = ["train", recipe, "--optimizer", "late", "--freeze-step", 3, "--virtual", 2, "--out", tmp_path / "out"]
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+    summary = read_summary(tmp_path / "out")
+    assert (summary.optimizer, summary.freeze_step) == ("late", 3)
+    assert summary.recipe["optimizer"]["name"] == "onebit-lamb"
+    assert "step 3: the warm-up stage ends (3 updates, as was asked)" in result.output
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--optimizers", "base,latte"])
+    assert result.exit_code == 2
+    assert "'latte', neither an optimizer nor a variant" in one_sentence(result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +261,8 @@ def test_train_refuses_impossible_flags_before_it_starts_anything(
         (["--optimizers", "lamb,sgd"], "optimizer.name is 'sgd'"),
         (["--lr", "adamw=0.1"], "not among --optimizers"),
         (["--lr", "0.1"], "NAME=VALUE"),
-        (["--lr", "lamb=-1"], "optimizer.lr_for is -1"),
+        (["--lr", "lamb=-1"], "optimizer.lr is -1"),
+        (["--lr", "lamp=1"], "NAME=VALUE with NAME one of lamb, onebit-lamb"),
         (["--seeds", "0,0"], "--seeds is '0,0'; it must be one or more different numbers"),
         (["--seeds", "0,one"], "--seeds is '0,one'; it must be whole numbers"),
         (["--seeds", ""], "--seeds is ''; it must be whole numbers"),

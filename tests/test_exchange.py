@@ -888,3 +888,39 @@ def test_the_header_counts_the_dead_elements_that_ask_over_all_workers():
         return mean.headers.tolist()
 
     assert run_workers(2, worker) == [[5, 5]] * 2  # 3 on worker 0 and 2 on worker 1, told by both servers
+
+
+# --- without error feedback -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_without_feedback_errors_stay_zero_and_the_first_gradient_of_a_dead_element_still_arrives(compact: bool):
+    layout = FlatLayout([(24,)], 2)
+    alive = torch.ones(layout.numel, dtype=torch.bool)
+    alive[[3, 4]] = False
+
+    def worker(comm: Comm) -> None:
+        exchange, other = (
+            Exchange(layout, OneBit(), comm, torch.float32, CPU, compact=compact, feedback=kept)
+            for kept in (False, True)
+        )
+        exchange.set_alive(alive.clone())
+        generator = torch.Generator().manual_seed(comm.rank)
+        for t in range(4):
+            x = torch.randn(layout.numel, generator=generator) * real(layout)
+            x[[3, 4]] = torch.tensor([0.0, 2.0 if t == 1 and comm.rank == 1 else 0.0])
+            average(other, x.clone())
+            average(exchange, x)
+            held = torch.zeros(layout.numel)
+            if t == 1 and comm.rank == 1:
+                held[4] = 2.0
+            assert torch.equal(exchange.worker_error, held)
+            assert not exchange.server_error.any()
+            woken = exchange.wake()
+            assert (woken is not None) == (t == 1)
+        assert exchange.alive is not None
+        assert torch.nonzero(~exchange.alive).flatten().tolist() == [3]
+        assert other.worker_error.norm() > 1
+        assert other.server_error.norm() > 0.1
+
+    run_workers(2, worker)

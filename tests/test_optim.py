@@ -627,7 +627,7 @@ def test_non_contiguous_parameters_are_updated_in_place():
         ({"factor_min": 5.0}, "factor_min, factor_max"),
         ({"factor_threshold": 0.0}, "factor_threshold"),
         ({"ratio": "sqr"}, "'sqrt', 'variance', 'fixed'"),
-        ({"error_feedback": "none"}, "'unscaled', 'scaled'"),
+        ({"error_feedback": "off"}, "'unscaled', 'scaled', 'none'"),
         ({"dead_elements": "skip"}, "'hold', 'exchange'"),
         ({"variance_floor": 1.0}, "variance_floor is 1.0"),
         ({"warmup_transport": "fp16"}, "'fp32', 'bf16'"),

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from onebit import figures
 from onebit.commands import app
-from onebit.figures import KINDS, layer_svgs
+from onebit.figures import KINDS, layer_svgs, loss_svg
 from onebit.page import Run, report_html
 from onebit.report import LAYERS, METRICS, read_layers, read_metrics, read_summary
 from onebit.seeds import aggregate, spread
@@ -211,7 +211,8 @@ def test_the_page_says_what_was_run(folder: Path) -> None:
     cells = {row[0]: row[1] for row in page.rows if len(row) == 2}
     recipe = read_summary(folder / "onebit-lamb-seed7").recipe
     for section, values in recipe.items():
-        assert values.keys() <= cells.keys(), section
+        assert values.keys() - {"label"} <= cells.keys(), section
+    assert cells["where it froze, and why"].startswith("onebit-lamb, seed 0: after update 4; 4 updates, as was asked")
     assert cells["seed"] == "0, 7"
     assert cells["steps"] == "12"
     assert cells["torch"] == torch.__version__
@@ -255,22 +256,32 @@ def records(layers: int, far: float = 1.0) -> list[dict[str, Any]]:
 
 
 def test_hundreds_of_layers_take_no_more_elements_than_a_few() -> None:
-    few, many = (layer_svgs({"lamb": records(n)}, KINDS[0], 2)["lamb"] for n in (5, 400))
+    few, many = (layer_svgs({"lamb": records(n)}, KINDS[0], {"lamb": 2})["lamb"] for n in (5, 400))
     assert many.count("<path") <= few.count("<path") + 10  # more or fewer ticks
 
 
 @pytest.mark.parametrize(("far", "said"), [(1e-20, "1 layer below the axis"), (1e20, "1 layer above"), (1.0, None)])
 def test_layers_far_from_all_others_are_counted_instead_of_drawn(far: float, said: str | None) -> None:
-    svg = layer_svgs({"lamb": records(50, far)}, KINDS[0], None)["lamb"]
+    svg = layer_svgs({"lamb": records(50, far)}, KINDS[0], {})["lamb"]
     assert (said or "the axis") in svg if said else "the axis" not in svg
 
 
 def test_values_that_cannot_be_drawn_are_left_out() -> None:
     kind = KINDS[0]
     lost = [{"step": 1, kind.name: [None, 0.0]}, {"step": 2, kind.name: [0.0, None]}]
-    assert layer_svgs({"lamb": lost, "adamw": []}, kind, None) == {}
+    assert layer_svgs({"lamb": lost, "adamw": []}, kind, {}) == {}
     some = [{"step": 1, kind.name: [None, 0.0]}, {"step": 2, kind.name: [3.0, None]}]
-    assert list(layer_svgs({"lamb": lost, "adamw": some}, kind, 1)) == ["adamw"]
+    assert list(layer_svgs({"lamb": lost, "adamw": some}, kind, {"adamw": 1})) == ["adamw"]
+
+
+def test_more_runs_than_colours_are_told_apart_and_named() -> None:
+    lines = [{"step": s, "loss": 1.0, "eval_loss": 1.0 / s, "payload_total": s, "seconds": s} for s in (1, 2, 3)]
+    names = [f"variant-number-{i}" for i in range(18)]
+    few, many = (loss_svg({name: [lines] for name in chosen}, figures.STEPS) for chosen in (names[:2], names))
+    heights = [float(re.search(r'height="([\d.]+)pt"', svg)[1]) for svg in (few, many)]
+    assert heights[1] > 1.3 * heights[0]
+    assert all(f">{name}</text>" in many for name in names)
+    assert len({tuple(figures.look(index).values()) for index in range(len(names))}) == len(names)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)

@@ -97,6 +97,23 @@ def test_layers_are_recorded_at_the_switch_and_at_evaluations(done: tuple[Path, 
     assert same == timeless(read_metrics(out / "metrics.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["onebit-lamb", "adam-1bit-gradient"])
+def test_a_switch_that_a_rule_finds_is_recorded_and_said(name: str, tmp_path: Path) -> None:
+    shown = io.StringIO()
+    rule = {"threshold": 0.5, "look_back": 2, "min_steps": 3, "max_steps": 8}
+    recipe = tiny(optimizer__name=name, optimizer__freeze_step=rule)
+    summary = run_virtual(recipe, tmp_path / "out", Display(Console(file=shown), quiet=False))
+    assert 3 <= (summary.freeze_step or 0) <= 8
+    assert summary == read_summary(tmp_path / "out")
+    steps = [line for line in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in line]
+    assert [line["stage"] for line in steps].count("warmup") == summary.freeze_step
+    records = read_metrics(tmp_path / "out" / "layers.jsonl")[1:]
+    assert [record["step"] for record in records] == sorted({summary.freeze_step, 6, 12})
+    lines = shown.getvalue().splitlines()
+    assert f"step {summary.freeze_step}: the warm-up stage ends ({summary.freeze_reason})" in lines
+    assert any(line.startswith("before the switch: relative") for line in lines) == (name == "onebit-lamb")
+
+
 def test_the_shares_of_16_bit_are_what_was_counted(done: tuple[Path, Summary]) -> None:
     out, summary = done
     whole = 2 * summary.parameters  # two workers: 2 (n - 1) / n = 1, times 2 bytes
