@@ -1,4 +1,4 @@
-"""What 1-bit LAMB and 1-bit Adam share: warm-up stage, switch, compressed stage.
+"""What 1-bit LAMB and 1-bit Adam share: the switch, the compressed stage, and the way back.
 
 The averaging is in `exchange.py`, the arithmetic in `lamb.py` and behind `backend.py`; what differs between the two
 optimizers, the size of each layer's step, is in `onebit_lamb.py` and `onebit_adam.py`.
@@ -7,6 +7,7 @@ optimizers, the size of each layer's step, is in `onebit_lamb.py` and `onebit_ad
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from onebit.codec import BucketCodec
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
 from onebit.exchange import Exchange
-from onebit.kernels import pack_bits, unpack_bits
+from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, Run
 from onebit.optim import Stage
 from onebit.stages import TwoStages
@@ -136,7 +137,7 @@ class OneBitOptimizer(TwoStages):
         exchange = self._allocate_compressed()
         if how.momentum_scales:
             self._layerwise["momentum_scale"].copy_(self._momentum_scales())
-        exchange.set_alive(self._initially_alive(dead))
+        exchange.set_alive(self._initially_alive(dead, self._mask))
         if self.comm.rank == 0:
             alive = exchange.alive
             asleep = 0 if alive is None else int((~alive).sum())
@@ -170,8 +171,11 @@ class OneBitOptimizer(TwoStages):
             if beta1 > 0:
                 momentum[run.slice] += unsent / beta1
         variance = self._flat["variance"].to(self._dtype)
-        if exchange.alive is not None:
-            variance *= exchange.alive  # dead elements had the mean of the others there
+        alive = exchange.alive
+        if alive is not None:
+            # dead elements had the mean of the others there; those that hold something keep it, as those that wake do
+            spared = alive | (left != 0) if self._mask is None else alive | (left != 0) | ~unpack_bits(self._mask)
+            variance *= spared
         self._exchange = None
         for name in ("fresh_variance",):
             self._drop(self._flat, name)
@@ -188,11 +192,6 @@ class OneBitOptimizer(TwoStages):
 
     def _end_warmup(self) -> None:
         """What a subclass does with its own state at the switch, before that of the compressed stage is added."""
-
-    @property
-    def _holds(self) -> bool:
-        """Whether elements that never had a gradient stay out of the exchange."""
-        return self._compression.dead_elements == "hold"
 
     def _compact(self) -> bool:
         """Whether errors and variances of the compressed stage are held in fewer bytes.
@@ -222,26 +221,6 @@ class OneBitOptimizer(TwoStages):
         self._mask = self._user_mask()
         self._late = [True] * len(self._layout.buckets)  # looked up again after the first update
         return self._exchange
-
-    def _user_mask(self) -> Tensor | None:
-        """The groups' exp_avg_mask, a bit per element: uint8 [layout.numel / 8], or None where no group has one."""
-        assert self._layout is not None
-        masks = {id(g["params"][0]): g["exp_avg_mask"] for g in self.param_groups if g.get("exp_avg_mask") is not None}
-        if not masks:
-            return None
-        flat = torch.ones(self._layout.numel, dtype=torch.bool, device=self._device)
-        for p, view in zip(self._params(), self._layout.views(flat), strict=True):
-            if id(p) in masks:
-                view.copy_(masks[id(p)].reshape(view.shape) != 0)
-        return pack_bits(flat)
-
-    def _initially_alive(self, dead: Tensor) -> Tensor:
-        """Which elements take part in the exchange: bool [layout.numel]; padding counts as alive."""
-        assert self._layout is not None
-        alive = torch.ones_like(dead)
-        for view, out in zip(self._layout.views(dead), self._layout.views(alive), strict=True):
-            out.copy_(~view if self._holds else ~view.all())
-        return alive if self._mask is None or not self._holds else alive & unpack_bits(self._mask)
 
     def _layer_scale(self, bucket: Bucket) -> Tensor | None:
         """The momentum scales of a bucket's layers; None where there are none."""
@@ -279,7 +258,7 @@ class OneBitOptimizer(TwoStages):
             self._update(step.keeping(keep), momentum)
         self._keep(now)
         if self._watch is not None:
-            self._look_out(exchange.norm(gathered))
+            self._look_out(float(chosen(keep, exchange.norm(gathered), math.nan)))
 
     def _note_wishes(self, exchange: Exchange, headers: list[Tensor], keep: Tensor | None) -> None:
         """Remember whether a dead element asks to wake; with the verdict, where that is still on the device."""

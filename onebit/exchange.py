@@ -98,13 +98,13 @@ class Exchange:
             total[bucket.slice] += self.comm.all_gather(mine).wait().flatten().view(total.dtype)
         return total
 
-    def norm(self, gathered: list[Tensor]) -> float:
-        """The 2-norm of a decoded mean, from the messages of all buckets; waits for the device."""
+    def norm(self, gathered: list[Tensor]) -> Tensor:
+        """The 2-norm of a decoded mean, from the messages of all buckets: float64 []."""
         squares = [
             (codec.all_scales(messages).double().square() * torch.cat(codec.live)).sum()
             for codec, messages in zip(self.codecs, gathered, strict=True)
         ]
-        return float(torch.stack(squares).sum().sqrt())
+        return torch.stack(squares).sum().sqrt()
 
     def set_alive(self, alive: Tensor | None) -> None:
         """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""

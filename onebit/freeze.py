@@ -105,8 +105,10 @@ class Settling:
         self.threshold = rule.threshold ** min(1.0, self.look_back * (1 - beta2))
         share = (None, None) if total_steps is None else (LEAST_SHARE * total_steps, MOST_SHARE * total_steps)
         least = 2 * self.look_back if share[0] is None else max(1, round(share[0]))
-        self.most = rule.max_steps or (None if share[1] is None else max(1, round(share[1])))
-        self.least = min(rule.min_steps or least, self.most or math.inf)
+        self.least = rule.min_steps or least
+        self.most = rule.max_steps or (None if share[1] is None else max(self.least, round(share[1])))
+        if rule.min_steps is None:
+            self.least = min(self.least, self.most or self.least)
         self._beta2 = beta2
         self._norms: deque[tuple[int, list[float]]] = deque(maxlen=self.look_back // self._every + 1)
         self._last_lr = -math.inf

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,13 +98,13 @@ class Watch:
     def __init__(self, guard: SwitchGuard) -> None:
         self.guard = guard
         self.postponements = self.returns = 0
-        self._losses: list[float] = []
+        self._losses: deque[float] = deque(maxlen=guard.settle)
         self.switched()
 
     def switched(self) -> None:
         """A compressed stage begins."""
-        self._loss_before = statistics.mean(self._losses[-self.guard.settle :]) if self._losses else math.inf
-        self._losses = []
+        self._loss_before = statistics.mean(self._losses) if self._losses else math.inf
+        self._losses.clear()
         self._largest, self._seen = 0.0, 0
 
     def postpones(self, stretch: float) -> bool:
@@ -111,6 +113,20 @@ class Watch:
             return False
         self.postponements += 1
         return True
+
+    def _rise(self) -> float:
+        return statistics.mean(self._losses) - self._loss_before
+
+    def state(self) -> dict[str, Any]:
+        kept = ("postponements", "returns", "_loss_before", "_largest", "_seen")
+        return {"losses": list(self._losses), **{name: getattr(self, name) for name in kept}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        for name, value in state.items():
+            if name != "losses":
+                setattr(self, name, value)
 
     def observe(self, loss: float) -> None:
         """The mean loss over the workers."""
@@ -124,11 +140,11 @@ class Watch:
             return ""
         if self.returns >= self.guard.max_returns:
             return ""
-        limit, recent = self.guard.max_growth, self._losses[-self.guard.settle :]
+        limit = self.guard.max_growth
         if momentum_norm > limit * self._largest > 0:
             why = f"the norm of the momentum is {momentum_norm:.3g}, after at most {self._largest:.3g} before"
-        elif len(recent) == self.guard.settle and not statistics.mean(recent) <= limit * self._loss_before:
-            why = f"the loss is {statistics.mean(recent):.3g}, after {self._loss_before:.3g} before the switch"
+        elif len(self._losses) == self.guard.settle and not self._rise() <= (limit - 1) * abs(self._loss_before):
+            why = f"the loss is {statistics.mean(self._losses):.3g}, after {self._loss_before:.3g} before the switch"
         else:
             return ""
         self.returns += 1

@@ -140,6 +140,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._compared, self._pending = False, None
         loaded = dict(self.state)
         self.state.clear()
+        self._flat.clear()
+        self._layerwise.clear()
         self._layout = None
         if loaded:  # else it was saved before the first step
             self._dtype, self._device = check_parameters(self._params(), self._names())

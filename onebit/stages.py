@@ -19,6 +19,7 @@ from onebit.errors import ConfigError
 from onebit.exchange import Exchange
 from onebit.freeze import AutoFreeze, FreezeStep, Settling, check_freeze_step
 from onebit.guard import LayerPreview, SwitchGuard, Watch, preview, sentence
+from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Bucket
 from onebit.optim import FlatOptimizer, Stage
 
@@ -114,11 +115,13 @@ class TwoStages(FlatOptimizer):
             return {}
         frozen = self._flat["variance"].clone()
         dead = self._freeze(frozen)
+        mask = self._user_mask()
+        alive, held = self._initially_alive(dead, mask), None if mask is None else unpack_bits(mask)
         scales = self._momentum_scales() if self._compression.momentum_scales else None
         grads, hypers, found = self._gradients(), self._hypers(), []
         for bucket in self._layout.buckets:
             codec = self._backend.codec(bucket, self._compression.codec)
-            codec.set_alive(~dead[bucket.slice])
+            codec.set_alive(alive[bucket.slice])
             x = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
             self._backend.gather(bucket, grads[bucket.layer_slice], x)
             below, spread = torch.ones_like(x), torch.ones_like(x)
@@ -129,7 +132,11 @@ class TwoStages(FlatOptimizer):
                     below[here] = frozen[run.slice].sqrt() + hypers.of(run).eps
                     if scales is not None:
                         spread[here] = run.spread(scales[run.layer_slice].to(self._dtype))
+            if held is not None:
+                x *= held[bucket.slice]
             decoded = codec.decode(codec.encode(x * spread)) / spread
+            if held is not None:
+                decoded *= held[bucket.slice]
             found += preview(x, decoded, below, partial(_norms, bucket))
         return dict(zip(self._names(), found, strict=True))
 
@@ -228,11 +235,20 @@ class TwoStages(FlatOptimizer):
             lamb.freeze_variance(v[run.slice], held, run, how.variance_floor)
         return dead
 
+    def _freeze_rule(self) -> str:
+        how = self._compression
+        return f"freeze_step={how.freeze_step}, total_steps={how.total_steps}"
+
+    def _settings(self) -> list[tuple[str, str]]:
+        return [*super()._settings(), ("guard", repr(self._compression.guard))]
+
     def _extra_state(self) -> dict[str, Any]:
         settling = None if self._settling is None else self._settling.state()
         return {
             **super()._extra_state(),
+            "freeze_rule": self._freeze_rule(),
             "freeze_at": self._freeze_at,
+            "watch": None if self._watch is None else self._watch.state(),
             "freeze_why": self._freeze_why,
             "freeze_reason": self.freeze_reason,
             "settling": settling,
@@ -240,12 +256,47 @@ class TwoStages(FlatOptimizer):
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
-        self._freeze_at, self._freeze_why, self._settling = extra["freeze_at"], extra["freeze_why"], None
-        self.freeze_reason = extra["freeze_reason"]
+        self._settling, self.freeze_reason = None, extra["freeze_reason"]
+        if self._watch is not None and extra["watch"] is not None:
+            self._watch.load(extra["watch"])
+        if extra["freeze_rule"] != self._freeze_rule() and extra["stage"] == Stage.WARMUP.value:
+            if self.comm.rank == 0:
+                log.warning(
+                    "the loaded state was to be frozen by %s and this optimizer by %s, which is what counts now",
+                    extra["freeze_rule"],
+                    self._freeze_rule(),
+                )
+            return
+        self._freeze_at, self._freeze_why = extra["freeze_at"], extra["freeze_why"]
         if extra["settling"] is not None and self._freeze_at is None:
             self._looks_at_switch()
             assert self._settling is not None
             self._settling.load(extra["settling"])
+
+    @property
+    def _holds(self) -> bool:
+        """Whether elements that never had a gradient stay out of the exchange."""
+        return self._compression.dead_elements == "hold"
+
+    def _user_mask(self) -> Tensor | None:
+        """The groups' exp_avg_mask, a bit per element: uint8 [layout.numel / 8], or None where no group has one."""
+        assert self._layout is not None
+        masks = {id(g["params"][0]): g["exp_avg_mask"] for g in self.param_groups if g.get("exp_avg_mask") is not None}
+        if not masks:
+            return None
+        flat = torch.ones(self._layout.numel, dtype=torch.bool, device=self._device)
+        for p, view in zip(self._params(), self._layout.views(flat), strict=True):
+            if id(p) in masks:
+                view.copy_(masks[id(p)].reshape(view.shape) != 0)
+        return pack_bits(flat)
+
+    def _initially_alive(self, dead: Tensor, mask: Tensor | None) -> Tensor:
+        """Which elements take part in the exchange: bool [layout.numel]; padding counts as alive."""
+        assert self._layout is not None
+        alive = torch.ones_like(dead)
+        for view, out in zip(self._layout.views(dead), self._layout.views(alive), strict=True):
+            out.copy_(~view if self._holds else ~view.all())
+        return alive if mask is None or not self._holds else alive & unpack_bits(mask)
 
     def _momentum_scales(self) -> Tensor:
         assert self._layout is not None

@@ -385,3 +385,124 @@ def test_without_a_reason_a_guard_does_nothing():
 
     with_guard, without = (onebit.run_workers(2, lambda comm, g=g: flat_after(comm, g)) for g in (guard, None))
     assert torch.equal(with_guard[0], without[0])
+
+
+# -- what was found by trying to break it -----------------------------------------------------------------------
+
+
+@makers
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_an_element_that_asked_to_wake_is_not_thrown_far_by_a_refreeze(make, state):
+    def work(comm):
+        p = nn.Parameter(torch.ones(16))
+        opt = make([p], lr=0.01, freeze_step=3, betas=(0.9, 0.95), comm=comm, state=state)
+        for t in range(10):
+            p.grad = torch.ones(16)
+            p.grad[8:] = 1.0 if t == 5 else 0.0  # once, and never again: a rare token's row
+            opt.step()
+            if t == 5:
+                opt.refreeze(2)
+        assert float((p.detach() - 1).abs().max()) < 0.2
+        return opt.stage
+
+    assert onebit.run_workers(2, work) == [onebit.Stage.COMPRESSED] * 2
+
+
+def test_a_user_mask_costs_no_variance_at_a_refreeze():
+    p = nn.Parameter(torch.ones(16))
+    mask = torch.cat([torch.ones(8), torch.zeros(8)])
+    opt = onebit.OneBitLamb([{"params": [p], "exp_avg_mask": mask}], lr=0.01, freeze_step=3, state="full")
+    feed(opt, [p], 5, lambda t, shape: torch.ones(shape))
+    before = opt.state[p]["variance"].clone()
+    opt.refreeze(2)
+    assert torch.equal(opt.state[p]["variance"], before)
+
+
+def test_the_preview_sees_dead_elements_that_the_paper_preset_exchanges():
+    p = nn.Parameter(torch.ones(16))
+    half = torch.cat([torch.ones(8), torch.zeros(8)])
+    seen = {}
+    for name, settings in (("paper", onebit.PAPER), ("default", {})):
+        opt = onebit.OneBitAdam([("p", p)], lr=0.01, freeze_step=9, **settings)
+        feed(opt, [p], 4, lambda t, shape: half)
+        seen[name] = opt.preview_switch()["p"].stretch
+    assert seen["paper"] > 1e6
+    assert seen["default"] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_loaded_state_follows_the_freeze_step_of_the_optimizer_that_loads_it(caplog):
+    p = nn.Parameter(torch.ones(8))
+    saved = {rule: onebit.OneBitAdam([p], freeze_step=rule, total_steps=100) for rule in (4, onebit.AutoFreeze())}
+    for opt in saved.values():
+        feed(opt, [p], 2, lambda t, shape: torch.ones(shape))
+    for given in saved.values():
+        for rule, expected in ((6, 6), (onebit.AutoFreeze(max_steps=9), None)):
+            again = onebit.OneBitAdam([p], freeze_step=rule, total_steps=100)
+            caplog.clear()
+            again.load_state_dict(given.state_dict())
+            assert again.freeze_step == expected
+            assert "which is what counts now" in caplog.text
+            feed(again, [p], 7, lambda t, shape: torch.ones(shape))
+            assert again.stage is onebit.Stage.COMPRESSED
+
+
+def test_the_least_number_of_updates_that_was_asked_for_is_kept():
+    assert settle(onebit.AutoFreeze(min_steps=400), 0.98, lambda t: [1.0], total=1000)[0] == 400
+
+
+def test_a_guard_compares_losses_of_any_sign_and_is_saved():
+    guard = onebit.SwitchGuard(max_growth=2.0, settle=3, max_stretch=1e6)
+
+    def run(opt, p, times, loss):
+        for t in times:
+            p.grad = tiny_variance(t, p.shape)
+            opt.observe(loss)
+            opt.step()
+        return opt.stage
+
+    def build():
+        p = nn.Parameter(torch.ones(64))
+        return p, onebit.OneBitLamb([p], 1e-3, 4, (0.9, 0.95), guard=guard)
+
+    p, opt = build()
+    assert run(opt, p, range(12), -1.0) is onebit.Stage.COMPRESSED
+    q, again = build()
+    again.load_state_dict(opt.state_dict())
+    assert run(again, q, range(12, 15), 1.5) is onebit.Stage.WARMUP  # it knows the loss before the switch
+
+
+def test_workers_with_different_guards_are_told():
+    def work(comm):
+        p = nn.Parameter(torch.ones(8))
+        opt = onebit.OneBitLamb([p], freeze_step=4, comm=comm, guard=onebit.SwitchGuard() if comm.rank else None)
+        p.grad = torch.ones(8)
+        with pytest.raises(onebit.MismatchError, match="guard"):
+            opt.step()
+
+    onebit.run_workers(2, work)
+
+
+def test_a_skipped_step_never_looks_like_a_run_gone_astray(monkeypatch):
+    """Where the host learns of the verdict late, the norm of a step that does not count must not be looked at."""
+    guard = onebit.SwitchGuard(settle=2, max_stretch=1e6)
+    p = nn.Parameter(torch.ones(64))
+    opt = onebit.OneBitLamb([p], 1e-3, 3, (0.9, 0.95), guard=guard)
+    monkeypatch.setattr(type(opt), "_may_defer", lambda self: self._exchange is not None and not any(self._late))
+    monkeypatch.setenv("ONEBIT_KERNELS", "reference")
+    for t in range(10):
+        p.grad = tiny_variance(t, p.shape) * (1e20 if t == 7 else 1.0)
+        opt.step()
+    assert opt.stats()["skipped_steps"] == 1
+    assert opt.stage is onebit.Stage.COMPRESSED
+
+
+def test_a_warm_up_state_loads_into_an_optimizer_that_is_further():
+    p = nn.Parameter(torch.ones(8))
+    early, late = (onebit.OneBitLamb([p], freeze_step=4) for _ in range(2))
+    feed(early, [p], 2, lambda t, shape: torch.ones(shape))
+    feed(late, [p], 6, lambda t, shape: torch.ones(shape))
+    late.load_state_dict(early.state_dict())
+    assert late.stage is onebit.Stage.WARMUP
+    assert set(late._flat) == {"momentum", "variance"}
+    feed(late, [p], 4, lambda t, shape: torch.ones(shape))
+    assert late.stage is onebit.Stage.COMPRESSED

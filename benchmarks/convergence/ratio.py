@@ -32,7 +32,9 @@ EVERY = 25
 
 
 def ranks(x: Tensor) -> Tensor:
-    return x.argsort().argsort().double()
+    """Equal values share the mean of their ranks."""
+    below, equal = x[None] < x[:, None], x[None] == x[:, None]
+    return below.double().sum(1) + (equal.double().sum(1) - 1) / 2
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

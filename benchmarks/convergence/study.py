@@ -63,7 +63,8 @@ def main() -> None:
     task = study.pop("task", "bert")
     seeds, baseline, variants = study.pop("seeds"), study.pop("baseline"), study.pop("variants")
     megabytes = study.pop("megabytes", 4)
-    study.setdefault("data", {}).setdefault("text", [str(fetch_text(args.out.parent / "text", megabytes))])
+    if task in ("bert", "gpt") and "text" not in study.setdefault("data", {}):
+        study["data"]["text"] = [str(fetch_text(args.out.parent / "text", megabytes))]
     for seed in args.seeds or seeds:
         for name in args.only or variants:
             result = args.out / f"{name}-{seed}.json"

@@ -21,7 +21,8 @@ ERROR_GROUP = 128
 @dataclass(frozen=True)
 class Int8:
     """Values as 8-bit integers and a scale per 128 elements of a chunk; what rounding drops is at most half a scale,
-    1/254 of the largest magnitude of the 128 (all of it where that is below 1e-36).
+    1/254 of the largest magnitude of the 128 (all of it where that is below 1e-36). A dead element's value that would
+    become zero becomes one scale instead, so up to 1/127 is added there.
 
     Attributes:
         data: int8 [numel].
