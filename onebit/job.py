@@ -28,6 +28,16 @@ from onebit.report import Display, Metrics, Summary
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
 
 BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
+OWN_KEYS = {
+    "lr": "optimizer.lr",
+    "freeze_step": "optimizer.freeze_step",
+    "total_steps": "train.steps",
+    "betas": "optimizer.betas",
+    "eps": "optimizer.eps",
+    "weight_decay": "optimizer.weight_decay",
+    "transport": "optimizer.warmup_transport",
+    "warmup_transport": "optimizer.warmup_transport",
+}
 UNCOMPRESSED = "uncompressed"  # the stage of an optimizer that has no compressed stage
 MISTAKES = {
     "adam-1bit-gradient": mistakes.CompressedGradientAdam,
@@ -333,12 +343,18 @@ def _checked(make: type, common: dict[str, Any], options: dict[str, Any]) -> dic
         raise ConfigError(
             f"optimizer.options has {unknown[0]!r}, which {make.__name__} does not know; it knows {', '.join(known)}"
         )
-    codec = options.get("codec")
-    if isinstance(codec, dict):
+    if own := [name for name in options if name in OWN_KEYS]:
+        raise ConfigError(f"optimizer.options has {own[0]!r}, which has a key of its own: {OWN_KEYS[own[0]]}")
+    for name, build in (("codec", onebit.OneBit), ("guard", onebit.SwitchGuard)):
+        if name not in options:
+            continue
         try:
-            options = {**options, "codec": onebit.OneBit(**codec)}
+            options = {**options, name: build(**options[name])}
         except TypeError as error:
-            raise ConfigError(f"optimizer.options.codec is {codec}: {error}; correct the recipe") from None
+            raise ConfigError(
+                f"optimizer.options.{name} is {options[name]!r}: {error}; it must be a table of arguments of "
+                f"{build.__name__}; correct the recipe"
+            ) from None
     return common | options
 
 

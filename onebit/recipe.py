@@ -366,14 +366,9 @@ def _check(recipe: Recipe) -> None:
 def _check_rule(recipe: Recipe) -> None:
     """Raise ConfigError for a rule of the switch that cannot be followed."""
     try:
-        rule = recipe.freeze_rule
+        _ = recipe.freeze_rule
     except ConfigError as error:
         raise ConfigError(f"optimizer.freeze_step: {error}") from None
-    if isinstance(rule, AutoFreeze) and rule.min_steps is not None and rule.min_steps > recipe.freeze_step:
-        raise ConfigError(
-            f"optimizer.freeze_step.min_steps is {rule.min_steps}; the stage ends at step {recipe.freeze_step} at the "
-            "latest; lower it, or set max_steps"
-        )
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ import torch
 from test_optim import check_replicas
 
 import onebit
-from onebit.comm import Comm
+from onebit.comm import Comm, Solo
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError
 from onebit.job import build_optimizer, check_optimizer
@@ -137,7 +137,7 @@ def test_an_automatic_switch_is_told_in_numbers_and_keeps_them() -> None:
         ({"threshold": 2.0}, ["optimizer.freeze_step.threshold is 2.0", "below 1"]),
         ({"look_back": 0}, ["optimizer.freeze_step.look_back is 0", "1 or more"]),
         ({"min_steps": 9, "max_steps": 8}, ["min_steps is 9, max_steps 8"]),
-        ({"min_steps": 81}, ["min_steps is 81", "step 80 at the latest", "max_steps"]),
+        ({"min_steps": 320}, ["freeze_step is 320", "beyond the run"]),
         ({"max_steps": 320}, ["freeze_step is 320", "beyond the run"]),
     ],
 )
@@ -206,3 +206,26 @@ def test_options_that_an_optimizer_does_not_know_are_refused_before_a_run() -> N
         check_optimizer(recipe)
     with pytest.raises(ConfigError, match="variance_floor"):
         check_optimizer(parse({"optimizer": {"options": {"variance_floor": 2}}}, {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": 5.0}, "optimizer.lr"),
+        ({"freeze_step": 2}, "optimizer.freeze_step"),
+        ({"guard": {"patience": 3}}, "SwitchGuard"),
+        ({"guard": 3}, "must be a table"),
+        ({"codec": "layer"}, "must be a table"),
+        ({"codec": {"size": 3}}, "OneBit"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options, words):
+    with pytest.raises(ConfigError, match=words):
+        check_optimizer(parse({"optimizer": {"options": options}}, {}))
+
+
+def test_a_guard_is_a_table_of_options():
+    optimizer, _ = build_optimizer(
+        parse({"optimizer": {"options": {"guard": {"settle": 7}}}}, {}), torch.nn.Linear(2, 2), Solo()
+    )
+    assert optimizer._watch.guard.settle == 7

@@ -63,7 +63,7 @@ def language(study: dict[str, Any]) -> Task:
 
 
 def digits(study: dict[str, Any]) -> Task:
-    """A small convolutional network on scikit-learn's 1,797 images of digits; the last 400 are held out."""
+    """A small convolutional network on the 1,797 images of digits of scikit-learn (the extra `study`); 400 held out."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
