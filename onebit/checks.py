@@ -22,6 +22,12 @@ def check_in(name: str, value: T, allowed: Sequence[T]) -> T:
     return value
 
 
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise ConfigError unless `value` is a whole number, at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Raise ConfigError for a setting of a parameter group that cannot be used."""
     if len(set(map(id, group["params"]))) != len(group["params"]):

@@ -28,8 +28,6 @@ from onebit.stages import TwoStages
 
 log = logging.getLogger("onebit")
 
-AUTO_IS_COMPACT = False
-
 
 class OneBitOptimizer(TwoStages):
     """A subclass says how far each layer goes in both stages."""
@@ -154,7 +152,8 @@ class OneBitOptimizer(TwoStages):
         """Back to the state of a warm-up stage: the momentum as numbers, with the errors of all workers folded in.
 
         What was not sent yet, the mean of the worker errors and the server errors, is what the next compressed step
-        would have added to its momentum; m + errors / beta1 makes the next uncompressed one add it.
+        would have added to its momentum (but for the factor of scaled errors); m + errors / beta1 makes the next
+        uncompressed one add it. With beta1 = 0 there is no such momentum, and they are dropped.
         """
         assert self._layout is not None
         exchange = self._exchange
@@ -170,12 +169,17 @@ class OneBitOptimizer(TwoStages):
                 unsent = unsent / run.spread(scales[run.layer_slice])
             if beta1 > 0:
                 momentum[run.slice] += unsent / beta1
+            elif self.comm.rank == 0:
+                log.warning("beta1 is 0, so the errors of %d layers are dropped, not folded in", len(run.layers))
         variance = self._flat["variance"].to(self._dtype)
         alive = exchange.alive
         if alive is not None:
             # dead elements had the mean of the others there; those that hold something keep it, as those that wake do
             spared = alive | (left != 0) if self._mask is None else alive | (left != 0) | ~unpack_bits(self._mask)
             variance *= spared
+        for run in self._layout.runs:  # a layer that just woke has no variance yet
+            implied = lamb.implied_variance(momentum[run.slice], variance[run.slice], run, hypers.of(run))
+            variance[run.slice] = torch.where(implied > 0, implied, variance[run.slice])
         self._exchange = None
         for name in ("fresh_variance",):
             self._drop(self._flat, name)
@@ -193,21 +197,20 @@ class OneBitOptimizer(TwoStages):
     def _end_warmup(self) -> None:
         """What a subclass does with its own state at the switch, before that of the compressed stage is added."""
 
-    def _compact(self) -> bool:
-        """Whether errors and variances of the compressed stage are held in fewer bytes.
-
-        Raises:
-            ConfigError: they should be, but the parameters are not float32.
-        """
-        kind = self._compression.state
-        if kind == "compact" and self._dtype is not torch.float32:
+    def _allocate(self) -> None:
+        if self._compact and self._dtype is not torch.float32:
             raise ConfigError(f"state is 'compact' and the parameters are {self._dtype}; it needs torch.float32")
-        return kind == "compact" or (kind == "auto" and AUTO_IS_COMPACT and self._dtype is torch.float32)
+        super()._allocate()
+
+    @property
+    def _compact(self) -> bool:
+        """Whether errors and variances of the compressed stage are held in fewer bytes."""
+        return self._compression.state == "compact"
 
     def _allocate_compressed(self) -> Exchange:
         """Add the state of the compressed stage, at its neutral values."""
         assert self._layout is not None
-        if self._compact():
+        if self._compact:
             self._add_flat("variance", self._flat["variance"].to(torch.bfloat16))
         if self._compression.momentum_scales:
             self._add_layerwise("momentum_scale", 1.0)
@@ -215,7 +218,7 @@ class OneBitOptimizer(TwoStages):
         codec = how.codec
         codecs = [self._backend.codec(bucket, codec) for bucket in self._layout.buckets]
         self._exchange = Exchange(
-            self._layout, codec, self.comm, self._dtype, self._device, codecs, self._compact(), how.feedback
+            self._layout, codec, self.comm, self._dtype, self._device, codecs, self._compact, how.feedback
         )
         self._momentum: list[Momentum | Tensor] = [self._flat["momentum"][b.slice] for b in self._layout.buckets]
         self._mask = self._user_mask()

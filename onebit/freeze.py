@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onebit.checks import check_whole
 from onebit.errors import ConfigError
 
 CHECKS_PER_LOOK_BACK = 10
@@ -42,12 +43,11 @@ class AutoFreeze:
     max_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < 1:
-            raise ConfigError(f"AutoFreeze threshold is {self.threshold}; it must lie in (0, 1)")
+        if not isinstance(self.threshold, int | float) or not 0 < self.threshold < 1:
+            raise ConfigError(f"AutoFreeze threshold is {self.threshold!r}; it must be a number in (0, 1)")
         for name in ("look_back", "min_steps", "max_steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"AutoFreeze {name} is {value!r}; it must be a whole number, at least 1, or None")
+            if getattr(self, name) is not None:
+                check_whole(f"AutoFreeze {name}", getattr(self, name), 1)
         if self.min_steps is not None and self.max_steps is not None and self.min_steps > self.max_steps:
             raise ConfigError(
                 f"AutoFreeze min_steps is {self.min_steps}, max_steps {self.max_steps}; the first must not be larger"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebit.checks import check_whole
 from onebit.errors import ConfigError
 
 NormsOf = Callable[[Tensor], Tensor]
@@ -81,15 +82,13 @@ class SwitchGuard:
 
     def __post_init__(self) -> None:
         for name in ("postpone_steps", "settle", "rewarm_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"SwitchGuard {name} is {getattr(self, name)}; it must be at least 1")
+            check_whole(f"SwitchGuard {name}", getattr(self, name), 1)
         for name in ("max_postponements", "max_returns"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"SwitchGuard {name} is {getattr(self, name)}; it must be at least 0")
-        if not self.max_stretch > 1 or not self.max_growth > 1:
-            raise ConfigError(
-                f"SwitchGuard max_stretch, max_growth are {self.max_stretch}, {self.max_growth}; both must be above 1"
-            )
+            check_whole(f"SwitchGuard {name}", getattr(self, name), 0)
+        for name in ("max_stretch", "max_growth"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 1:
+                raise ConfigError(f"SwitchGuard {name} is {value!r}; it must be a number above 1")
 
 
 class Watch:
@@ -129,8 +128,9 @@ class Watch:
                 setattr(self, name, value)
 
     def observe(self, loss: float) -> None:
-        """The mean loss over the workers."""
-        self._losses.append(loss)
+        """The mean loss over the workers. One that is not finite is that of a skipped step, and says nothing."""
+        if math.isfinite(loss):
+            self._losses.append(loss)
 
     def alarm(self, momentum_norm: float) -> str:
         """Why to return to the warm-up stage, after a compressed update; empty: no need."""
@@ -143,7 +143,7 @@ class Watch:
         limit = self.guard.max_growth
         if momentum_norm > limit * self._largest > 0:
             why = f"the norm of the momentum is {momentum_norm:.3g}, after at most {self._largest:.3g} before"
-        elif len(self._losses) == self.guard.settle and not self._rise() <= (limit - 1) * abs(self._loss_before):
+        elif len(self._losses) == self.guard.settle and self._rise() > (limit - 1) * abs(self._loss_before) > 0:
             why = f"the loss is {statistics.mean(self._losses):.3g}, after {self._loss_before:.3g} before the switch"
         else:
             return ""

@@ -305,26 +305,39 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
         parameters = [p for _, p in named]
         make = torch.optim.AdamW
         average = lambda: average_gradients(parameters, comm, chosen.warmup_transport)  # noqa: E731
-        return make(groups, **_checked(make, common, chosen.options)), average
+        return _built(make, groups, common, chosen.options), average
     common["comm"] = comm
     if chosen.name == "lamb":
         common |= {"min_coeff": chosen.min_coeff, "max_coeff": chosen.max_coeff, "transport": chosen.warmup_transport}
-        return onebit.Lamb(groups, **_checked(onebit.Lamb, common, chosen.options)), None
+        return _built(onebit.Lamb, groups, common, chosen.options), None
     common |= {"freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
     common["warmup_transport"] = chosen.warmup_transport
     preset = onebit.PAPER if chosen.preset == "paper" else {}
     if chosen.name in MISTAKES:
         mistake = MISTAKES[chosen.name]  # what it does not know of the preset, it always does
         common |= {name: value for name, value in preset.items() if name in inspect.signature(mistake).parameters}
-        return mistake(groups, **_checked(mistake, common, chosen.options)), None
+        return _built(mistake, groups, common, chosen.options), None
     common |= preset
     if chosen.name == "onebit-adam":
-        return onebit.OneBitAdam(groups, **_checked(onebit.OneBitAdam, common, chosen.options)), None
+        return _built(onebit.OneBitAdam, groups, common, chosen.options), None
     for name in ("min_coeff", "max_coeff", "coeff_beta", "factor_min", "factor_max", "factor_threshold"):
         common[name] = getattr(chosen, name)
     if chosen.name == "lamb-basic-1bit":
         common["ratio"] = "fixed"
-    return onebit.OneBitLamb(groups, **_checked(onebit.OneBitLamb, common, chosen.options)), None
+    return _built(onebit.OneBitLamb, groups, common, chosen.options), None
+
+
+def _built(make: Any, groups: Any, common: dict[str, Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer with the recipe's options.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    try:
+        built: torch.optim.Optimizer = make(groups, **_checked(make, common, options))
+    except TypeError as error:
+        raise ConfigError(f"optimizer.options is {options}, which {make.__name__} cannot use: {error}") from None
+    return built
 
 
 def check_optimizer(recipe: Recipe) -> None:

@@ -41,7 +41,7 @@ class OneBitAdam(OneBitOptimizer):
             variance's stays what it was at the switch.
         freeze_step, total_steps, codec, variance_floor, dead_elements, state, warmup_transport, bucket_elements,
         guard: as in `OneBitLamb`.
-            Compact state takes 3.2 instead of 8.2 bytes per parameter, and 4 / n more for the server error.
+            Compact state takes 3.2 instead of 8.1 bytes per parameter, and 4 / n more for the server error.
         momentum_scales: as in `OneBitLamb`; off, as released, also where layers share a scale.
         error_feedback: "unscaled"; or "none", which drops what compression leaves out of each step: for comparisons
             only, since training then stalls or diverges.
@@ -66,13 +66,14 @@ class OneBitAdam(OneBitOptimizer):
         variance_floor: float = 0.01,
         dead_elements: DeadElements = "hold",
         momentum_scales: bool = False,
-        state: StateKind = "auto",
+        state: StateKind = "full",
         warmup_transport: Transport = "fp32",
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
         total_steps: int | None = None,
         guard: SwitchGuard | None = None,
         error_feedback: Literal["unscaled", "none"] = "unscaled",
     ) -> None:
+        check_in("bias_correction", bias_correction, (True, False))
         codec = OneBit() if codec is None else codec
         feedback = check_in("error_feedback", error_feedback, ("unscaled", "none")) != "none"
         self._compression = Compression(

@@ -61,8 +61,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         momentum_scales: bring all layers to the same momentum before they share a 1-bit scale. None: only with
             scale="bucket", where they do share one.
         state: "full": errors and variances in the parameters' dtype; "compact": worker errors in 8 bits, variances in
-            bfloat16, 5.2 instead of 12.2 bytes per parameter, and 4 / n more for the server error; "auto": compact
-            for float32 parameters.
+            bfloat16, 5.2 instead of 12.1 bytes per parameter, and 4 / n more for the server error; float32 parameters.
         warmup_transport: how gradients are averaged in the warm-up, "fp32" or "bf16".
         bucket_elements: layers are exchanged in buckets of about this many elements; None: one bucket.
 
@@ -94,7 +93,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         dead_elements: DeadElements = "hold",
         coeff_bias_correction: bool | None = None,
         momentum_scales: bool | None = None,
-        state: StateKind = "auto",
+        state: StateKind = "full",
         warmup_transport: Transport = "fp32",
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
         total_steps: int | None = None,
@@ -104,6 +103,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
         if not factor_threshold > 0:
             raise ConfigError(f"factor_threshold is {factor_threshold}; it must be above 0 (inf: no soft bound)")
+        check_in("coeff_bias_correction", coeff_bias_correction, (None, True, False))
         codec = OneBit() if codec is None else codec
         shared = codec.scale == "bucket"
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)

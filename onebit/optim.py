@@ -21,7 +21,7 @@ from torch import Tensor
 from onebit import lamb
 from onebit.averaging import Transport, mean_over_workers
 from onebit.backend import Backend, Gradient, Hypers, TorchBackend
-from onebit.checks import check_group, check_in, check_parameters, check_structure, fingerprints
+from onebit.checks import check_group, check_in, check_parameters, check_structure, check_whole, fingerprints
 from onebit.comm import Comm, check_same, default_comm
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
@@ -64,8 +64,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         comm: Comm | None,
         bucket_elements: int | None,
     ) -> None:
-        if bucket_elements is not None and bucket_elements < 1:
-            raise ConfigError(f"bucket_elements is {bucket_elements}; it must be at least 1, or None for one bucket")
+        if bucket_elements is not None:
+            check_whole("bucket_elements (None: one bucket)", bucket_elements, 1)
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)

@@ -26,7 +26,7 @@ from onebit.optim import FlatOptimizer, Stage
 log = logging.getLogger("onebit")
 
 DeadElements = Literal["hold", "exchange"]
-StateKind = Literal["auto", "compact", "full"]
+StateKind = Literal["full", "compact"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,12 @@ class Compression:
 
     def __post_init__(self) -> None:
         check_freeze_step(self.freeze_step, self.total_steps)
+        if not isinstance(self.momentum_scales, bool):
+            raise ConfigError(f"momentum_scales is {self.momentum_scales!r}; it must be True or False")
         if not 0 <= self.variance_floor < 1:
             raise ConfigError(f"variance_floor is {self.variance_floor}; it must lie in [0, 1)")
         check_in("dead_elements", self.dead_elements, ("hold", "exchange"))
-        check_in("state", self.state, ("auto", "compact", "full"))
+        check_in("state", self.state, ("full", "compact"))
 
 
 class TwoStages(FlatOptimizer):
@@ -236,8 +238,10 @@ class TwoStages(FlatOptimizer):
         return dead
 
     def _freeze_rule(self) -> str:
+        """What the switch was asked to follow."""
         how = self._compression
-        return f"freeze_step={how.freeze_step}, total_steps={how.total_steps}"
+        freeze = check_freeze_step(how.freeze_step, how.total_steps)
+        return f"{freeze} of {how.total_steps} updates" if isinstance(freeze, AutoFreeze) else f"update {freeze}"
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("guard", repr(self._compression.guard))]
@@ -257,9 +261,15 @@ class TwoStages(FlatOptimizer):
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
         self._settling, self.freeze_reason = None, extra["freeze_reason"]
-        if self._watch is not None and extra["watch"] is not None:
-            self._watch.load(extra["watch"])
-        if extra["freeze_rule"] != self._freeze_rule() and extra["stage"] == Stage.WARMUP.value:
+        if self._watch is not None:
+            self._watch = Watch(self._watch.guard)
+            if extra["watch"] is not None:
+                self._watch.load(extra["watch"])
+        planned = extra["freeze_why"] == TwoStages._freeze_why and extra["stage"] == Stage.WARMUP.value
+        if planned and extra["freeze_rule"] != self._freeze_rule():
+            freeze = check_freeze_step(self._compression.freeze_step, self._compression.total_steps)
+            self._freeze_at = None if isinstance(freeze, AutoFreeze) else freeze
+            self._freeze_why = TwoStages._freeze_why
             if self.comm.rank == 0:
                 log.warning(
                     "the loaded state was to be frozen by %s and this optimizer by %s, which is what counts now",

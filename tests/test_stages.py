@@ -1,6 +1,7 @@
 """When the warm-up ends, what is looked at before, and the way back."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -506,3 +507,82 @@ def test_a_warm_up_state_loads_into_an_optimizer_that_is_further():
     assert set(late._flat) == {"momentum", "variance"}
     feed(late, [p], 4, lambda t, shape: torch.ones(shape))
     assert late.stage is onebit.Stage.COMPRESSED
+
+
+@makers
+@pytest.mark.parametrize("skipped", [False, True], ids=["asked", "woken by a skipped step"])
+@pytest.mark.parametrize("after", [0.0, 1e-4])
+def test_a_layer_that_asked_to_wake_is_not_thrown_far_by_a_refreeze(make, skipped, after):
+    p, q = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+    opt = make([p, q], lr=1e-3, freeze_step=3)
+
+    def step(a, b):
+        p.grad, q.grad = torch.full((16,), a), torch.full((16,), b)
+        opt.step()
+
+    for _ in range(5):
+        step(0.1, 0.0)
+    step(0.1, 0.1)
+    if skipped:
+        step(math.nan, 0.0)
+    opt.refreeze(4)
+    before = q.detach().clone()
+    step(0.1, after)
+    assert 0 < float((q.detach() - before).abs().max()) < 0.1
+
+
+def test_the_loss_of_a_skipped_step_is_no_measure():
+    guard = onebit.SwitchGuard(settle=3, max_stretch=1e6)
+    p = nn.Parameter(torch.ones(64))
+    opt = onebit.OneBitLamb([p], 1e-3, 6, (0.9, 0.95), guard=guard)
+    for t in range(20):
+        p.grad = tiny_variance(t, p.shape)
+        opt.observe(math.nan if t in (4, 12) else 1.0)
+        opt.step()
+    assert opt.stage is onebit.Stage.COMPRESSED
+
+
+@makers
+def test_a_refreeze_under_way_survives_another_plan_for_the_run(make):
+    p = nn.Parameter(torch.ones(8))
+    opt = make([p], freeze_step=4, total_steps=100)
+    feed(opt, [p], 6, lambda t, shape: torch.ones(shape))
+    opt.refreeze(20)
+    feed(opt, [p], 2, lambda t, shape: torch.ones(shape))
+    for settings in ({"freeze_step": 4, "total_steps": 200}, {"freeze_step": onebit.AutoFreeze()}):
+        again = make([p], **settings)
+        again.load_state_dict(opt.state_dict())
+        assert again.freeze_step == 26
+        feed(again, [p], 18, lambda t, shape: torch.ones(shape))
+        assert again.stage is onebit.Stage.COMPRESSED
+
+
+def test_what_the_optimizer_did_before_a_load_does_not_matter():
+    p = nn.Parameter(torch.ones(8))
+    used, saved = (
+        onebit.OneBitAdam([p], freeze_step=onebit.AutoFreeze(max_steps=5)),
+        onebit.OneBitAdam([p], freeze_step=50),
+    )
+    feed(used, [p], 7, lambda t, shape: torch.ones(shape))
+    assert used.freeze_step == 5
+    feed(saved, [p], 2, lambda t, shape: torch.ones(shape))
+    used.load_state_dict(saved.state_dict())
+    assert used.freeze_step is None
+
+
+@makers
+def test_compact_state_of_doubles_is_refused_before_anything_happens(make):
+    p = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    opt = make([p], freeze_step=2, state="compact")
+    p.grad = torch.ones_like(p)
+    with pytest.raises(onebit.ConfigError, match="needs torch.float32"):
+        opt.step()
+    assert bool((p == 1).all())
+
+
+def test_errors_that_cannot_be_folded_in_are_reported(caplog):
+    p = nn.Parameter(torch.ones(64))
+    opt = onebit.OneBitLamb([p], 1e-3, 2, (0.0, 0.9))
+    feed(opt, [p], 6, tiny_variance)
+    opt.refreeze(3)
+    assert "beta1 is 0, so the errors of 1 layers are dropped" in caplog.text
