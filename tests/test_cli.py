@@ -154,7 +154,7 @@ def test_the_program_refuses_a_freeze_step_as_the_command_does(
     recipe: Path, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(train, "_end", sys.exit)
+    monkeypatch.setattr(train, "end_process", sys.exit)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     with pytest.raises(SystemExit, match="2"):
         train.main([str(recipe), "--freeze-step", value])
