@@ -65,7 +65,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         bucket_elements: int | None,
     ) -> None:
         if bucket_elements is not None:
-            check_whole("bucket_elements (None: one bucket)", bucket_elements, 1)
+            check_whole("bucket_elements", bucket_elements, 1)
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)
