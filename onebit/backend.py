@@ -139,16 +139,13 @@ class Backend(Protocol):
     def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
         """x -= step_size * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place."""
 
-    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
-        """The momentum as numbers, [bucket]."""
-
 
 class TorchBackend:
     """The contract in plain torch, for any device and both float32 and float64."""
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._runs = [[run for run in layout.runs if run.layers[0] in bucket.layers] for bucket in layout.buckets]
+        self._runs = [layout.runs_in(bucket) for bucket in layout.buckets]
 
     def codec(self, bucket: Bucket, codec: OneBit) -> BucketCodec:
         return BucketCodec(bucket, codec, self._dtype, self._device)
@@ -162,7 +159,7 @@ class TorchBackend:
     def warmup_measure(
         self, bucket: Bucket, x: Sequence[Tensor], g: Gradient, m: Tensor, v: Tensor, hypers: Hypers
     ) -> tuple[lamb.Norms, bool | Tensor]:
-        norms, g = [], self._flat(bucket, g)
+        norms, g = [], flat_gradient(self, bucket, g, m)
         for run, here, layers in self._parts(bucket):
             m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
             u, norm = lamb.direction(x[layers], m_new, v_new, run, hypers.of(run))
@@ -180,7 +177,7 @@ class TorchBackend:
         step_size: Tensor,
         keep: Tensor | None,
     ) -> None:
-        g = self._flat(bucket, g)
+        g = flat_gradient(self, bucket, g, m)
         for run, here, layers in self._parts(bucket):
             m_new, v_new = lamb.warmup_moments(g[here], m[here], v[here], hypers.of(run))
             m[here], v[here] = chosen(keep, m_new, m[here]), chosen(keep, v_new, v[here])
@@ -193,7 +190,7 @@ class TorchBackend:
         bucket = step.codec.bucket
         g = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
         self.gather(bucket, grads, g)
-        m = self.momentum(step.codec, momentum, step.scale)
+        m = decoded(step.codec, momentum, step.scale)
         for run, here, layers in self._parts(bucket):
             spread = None if step.scale is None else run.spread(step.scale[layers])
             lamb.local_momentum(m[here], g[here], step.hypers.of(run).beta1, spread)
@@ -210,7 +207,7 @@ class TorchBackend:
         form: lamb.RatioForm,
     ) -> tuple[Tensor, lamb.Norms]:
         codec = step.codec
-        m_new, m_old = self.momentum(codec, now, step.scale), self.momentum(codec, before, step.scale)
+        m_new, m_old = decoded(codec, now, step.scale), decoded(codec, before, step.scale)
         quotients, norms = [], []
         mask = None if now.mask is None else unpack_bits(now.mask)
         for run, here, layers in self._parts(codec.bucket):
@@ -226,37 +223,44 @@ class TorchBackend:
         return torch.cat(quotients), _joined(norms)
 
     def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
-        m = self.momentum(step.codec, now, step.scale)
+        m = decoded(step.codec, now, step.scale)
         for run, here, layers in self._parts(step.codec.bucket):
             u, _ = lamb.direction(x[layers], m[here], v_frozen[here].to(self._dtype), run, step.hypers.of(run))
             lamb.update(x[layers], chosen(step.keep, u, 0.0), chosen(step.keep, step_size[layers], 0.0), run)
-
-    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
-        return decoded(codec, momentum, scale)
-
-    def _flat(self, bucket: Bucket, g: Gradient) -> Tensor:
-        if isinstance(g, Tensor):
-            return g
-        flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
-        self.gather(bucket, g, flat)
-        return flat
 
     def _parts(self, bucket: Bucket) -> list[tuple[Run, slice, slice]]:
         """The runs of a bucket, with where each lies in the bucket's elements and in its layers."""
         first = bucket.layers[0].index
         return [
-            (
-                run,
-                slice(run.start - bucket.start, run.stop - bucket.start),
-                slice(run.first - first, run.first - first + len(run.layers)),
-            )
-            for run in self._runs[bucket.index]
+            (run, here, slice(run.first - first, run.first - first + len(run.layers)))
+            for run, here in self._runs[bucket.index]
         ]
 
 
 def chosen(keep: Tensor | None, new: Tensor, old: Tensor | float) -> Tensor:
     """`new` where the step counts, else `old`. `keep`: bool [], or None, which stands for True."""
     return new if keep is None else torch.where(keep, new, old)
+
+
+def flat_gradient(backend: Backend, bucket: Bucket, g: Gradient, like: Tensor) -> Tensor:
+    """A gradient as one flat buffer, [bucket], in dtype and on the device of `like`."""
+    if isinstance(g, Tensor):
+        return g
+    flat = like.new_empty(bucket.numel)
+    backend.gather(bucket, g, flat)
+    return flat
+
+
+def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The tensors as kernels take them: those that are not contiguous are copied."""
+    return [t if t is None or t.is_contiguous() else t.detach().contiguous() for t in tensors]
+
+
+def bring_back(changed: Sequence[Tensor | None], x: Sequence[Tensor]) -> None:
+    """Bring what changed in the copies that `contiguous` made of parameters back to them."""
+    for copy, parameter in zip(changed, x, strict=True):
+        if copy is not None and not parameter.is_contiguous():
+            parameter.copy_(copy)
 
 
 def decoded(codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:

@@ -28,6 +28,12 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
 
 
+def layer_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names that the parameters were given with, in flat order; "parameter 0" and so on without any."""
+    named = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
+    return named or [f"parameter {i}" for i, _ in enumerate(p for g in optimizer.param_groups for p in g["params"])]
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Raise ConfigError for a setting of a parameter group that cannot be used."""
     if len(set(map(id, group["params"]))) != len(group["params"]):

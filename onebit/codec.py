@@ -241,6 +241,10 @@ class BucketCodec:
         norm: Tensor = torch.linalg.vector_norm(x, 2 if self.codec.kind == "rms" else 1, dtype=torch.float64)
         return norm
 
+    def scale_from(self, sums: Tensor, live: Tensor) -> Tensor:
+        """`scale_of`, from sums of squares (RMS) or of magnitudes (mean)."""
+        return self.scale_of(sums.sqrt() if self.codec.kind == "rms" else sums, live)
+
     def scale_of(self, norm: Tensor, live: Tensor) -> Tensor:
         """RMS or mean over the live elements. Without any, norm is 0, or nan if a dead element was not finite."""
         count = live.clamp(min=1)

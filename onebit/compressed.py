@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import BucketStep, Momentum, chosen
+from onebit.backend import BucketStep, Momentum, chosen, decoded
 from onebit.checks import checksum
 from onebit.codec import BucketCodec
 from onebit.deferred import Deferred
@@ -56,11 +56,11 @@ class OneBitOptimizer(TwoStages):
             return [torch.zeros_like(p) for p in self._params()]
         if self._exchange is None:
             return [view.clone() for view in self._layout.views(self._flat["momentum"])]
-        decoded = [
-            self._backend.momentum(codec, self._momentum[bucket.index], self._layer_scale(bucket))
+        parts = [
+            decoded(codec, self._momentum[bucket.index], self._layer_scale(bucket))
             for bucket, codec in zip(self._layout.buckets, self._exchange.codecs, strict=True)
         ]
-        return [view.clone() for view in self._layout.views(torch.cat(decoded))]
+        return [view.clone() for view in self._layout.views(torch.cat(parts))]
 
     # -- what is compared and saved ------------------------------------------------------------------------------
 
@@ -181,8 +181,7 @@ class OneBitOptimizer(TwoStages):
             implied = lamb.implied_variance(momentum[run.slice], variance[run.slice], run, hypers.of(run))
             variance[run.slice] = torch.where(implied > 0, implied, variance[run.slice])
         self._exchange = None
-        for name in ("fresh_variance",):
-            self._drop(self._flat, name)
+        self._drop(self._flat, "fresh_variance")
         for name in ("ratio", "momentum_scale", "step_size"):
             self._drop(self._layerwise, name)
         self._add_flat("variance", variance)
@@ -236,7 +235,9 @@ class OneBitOptimizer(TwoStages):
         """Worker's part, exchange, everyone's part. Nothing is kept unless all of it was finite on all workers."""
         if exchange.wake() is not None:
             self._late = [True] * len(self._late)
-        hypers, grads, factor = self._hypers(), self._gradients(), self._error_factor()
+        hypers, grads = self._hypers(), self._gradients()
+        rates = hypers.rates(self._device)
+        factor = self._error_factor(rates)
         steps, means = [], []
         for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
             mask = None if self._mask is None or not self._holds else self._mask[bucket.packed_slice]
@@ -258,7 +259,7 @@ class OneBitOptimizer(TwoStages):
             for messages, codec in zip(gathered, exchange.codecs, strict=True)
         ]
         for step, momentum in zip(steps, now, strict=True):
-            self._update(step.keeping(keep), momentum)
+            self._update(step.keeping(keep), momentum, rates[step.codec.bucket.layer_slice])
         self._keep(now)
         if self._watch is not None:
             self._look_out(float(chosen(keep, exchange.norm(gathered), math.nan)))
@@ -292,39 +293,37 @@ class OneBitOptimizer(TwoStages):
         self._momentum = list(momentum)
         self._drop(self._flat, "momentum")
 
-    def _update(self, step: BucketStep, now: Momentum) -> None:
+    def _update(self, step: BucketStep, now: Momentum, rates: Tensor) -> None:
         """Everyone's part on one bucket: from the momentum that all hold to the new parameters."""
         bucket = step.codec.bucket
         if self._late[bucket.index]:
             self._prepare_late_layers(step, now)
-        step_size = self._compressed_step_sizes(step, now, step.hypers.rates(self._device)[bucket.layer_slice])
+        step_size = self._compressed_step_sizes(step, now, rates)
         x, v = self._params()[bucket.layer_slice], self._flat["variance"][bucket.slice]
         self._backend.apply(step, x, now, v, step_size)
 
     def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
         """What the directions of a bucket's layers are multiplied by, [layers of the bucket]; `rates`: lr of each."""
-        raise NotImplementedError
+        return rates
 
     def _prepare_late_layers(self, step: BucketStep, now: Momentum) -> None:
         """Only while a layer that takes part in the exchange may lack a variance: at the switch, and after a wake."""
         assert self._layout is not None
         bucket, late = step.codec.bucket, False
-        m = self._backend.momentum(step.codec, now, step.scale)
-        for run in self._layout.runs:
-            if bucket.start <= run.start < bucket.stop:
-                here = m[run.start - bucket.start : run.stop - bucket.start]
-                implied = lamb.implied_variance(here, self._flat["variance"][run.slice], run, step.hypers.of(run))
-                for name in ("variance", "fresh_variance"):
-                    if name in self._flat:
-                        v = self._flat[name][run.slice]
-                        v.copy_(torch.where(implied > 0, implied, v))
-                late |= self._prepare_late_run(run, here, step.hypers.of(run))
+        m = decoded(step.codec, now, step.scale)
+        for run, here in self._layout.runs_in(bucket):
+            implied = lamb.implied_variance(m[here], self._flat["variance"][run.slice], run, step.hypers.of(run))
+            for name in ("variance", "fresh_variance"):
+                if name in self._flat:
+                    v = self._flat[name][run.slice]
+                    v.copy_(torch.where(implied > 0, implied, v))
+            late |= self._prepare_late_run(run, m[here], step.hypers.of(run))
         self._late[bucket.index] = late
 
     def _prepare_late_run(self, run: Run, m: Tensor, hyper: lamb.Hyper) -> bool:
         """Give late layers what else they need; whether some must be looked at again at the next step."""
         return False
 
-    def _error_factor(self) -> Tensor | None:
-        """The factor on both errors before they are added: [layers], or None for 1."""
+    def _error_factor(self, rates: Tensor) -> Tensor | None:
+        """The factor on both errors before they are added: [layers], or None for 1; `rates`: lr of each layer."""
         return None

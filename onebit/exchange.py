@@ -79,11 +79,6 @@ class Exchange:
         """[layout.numel], this worker's residual; a copy where it is compact."""
         return torch.cat([_read(error) for error in self.errors]) if self._flat_error is None else self._flat_error
 
-    def set_worker_error(self, values: Tensor) -> None:
-        """Replace this worker's residual: [layout.numel]."""
-        for error, bucket in zip(self.errors, self.layout.buckets, strict=True):
-            _write(error, values[bucket.slice], None, None)
-
     def total_error(self) -> Tensor:
         """What was not sent yet: the mean of the worker errors, plus the server errors; [layout.numel], new.
 

@@ -67,8 +67,8 @@ def check_freeze_step(freeze_step: FreezeStep, total_steps: int | None) -> int |
     Raises:
         ConfigError: it is none of these.
     """
-    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
-        raise ConfigError(f"total_steps is {total_steps!r}; it must be a whole number of updates, at least 1, or None")
+    if total_steps is not None:
+        check_whole("total_steps", total_steps, 1)
     if isinstance(freeze_step, AutoFreeze):
         return freeze_step
     if isinstance(freeze_step, bool) or not isinstance(freeze_step, int | float):

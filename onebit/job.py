@@ -17,11 +17,11 @@ from torch import Tensor
 import onebit
 from onebit import mistakes
 from onebit.averaging import average_gradients
-from onebit.checks import fingerprints
+from onebit.checks import fingerprints, layer_names
 from onebit.comm import Comm, Solo, check_same, ring_all_reduce_bytes
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
-from onebit.layerwise import layer_names, layer_stats
+from onebit.layerwise import layer_stats
 from onebit.optim import FlatOptimizer
 from onebit.recipe import Recipe
 from onebit.report import Display, Metrics, Summary

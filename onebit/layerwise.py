@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 
 
-def layer_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names that the parameters were given with, in flat order; "parameter 0" and so on without any."""
-    named = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
-    return named or [f"parameter {i}" for i, _ in enumerate(p for g in optimizer.param_groups for p in g["params"])]
-
-
 @torch.no_grad()
 def layer_stats(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
     """One value per layer of each kind that the optimizer has now, in flat order. Reads from the device; no collective.

@@ -178,6 +178,14 @@ class FlatLayout:
         )
         self.numel = self.buckets[-1].stop
 
+    def runs_in(self, bucket: Bucket) -> list[tuple[Run, slice]]:
+        """The runs of a bucket, each with where it lies in a flat stretch of the bucket."""
+        return [
+            (run, slice(run.start - bucket.start, run.stop - bucket.start))
+            for run in self.runs
+            if bucket.start <= run.start < bucket.stop
+        ]
+
     def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer of zeros, padding included."""
         return torch.zeros(self.numel, dtype=dtype, device=device)

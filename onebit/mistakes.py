@@ -78,9 +78,6 @@ class _Mistake(OneBitOptimizer):
     def _leave_compressed(self) -> None:
         raise ConfigError(f"{type(self).__name__} has no way back to the warm-up stage; build another one")
 
-    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
-        return rates
-
     def _compressed_step(self, exchange: Exchange) -> None:
         """Worker's part, exchange, everyone's part; skipped by all workers unless finite on all of them."""
         assert self._layout is not None
@@ -144,15 +141,13 @@ class CompressedUpdateAdam(_Mistake):
     def _input(self, bucket: Bucket, g: Tensor, hypers: Hypers) -> Tensor:
         assert self._layout is not None
         update, coming = torch.zeros_like(g), []
-        for run in self._layout.runs:
-            if bucket.start <= run.start < bucket.stop:
-                here = slice(run.start - bucket.start, run.stop - bucket.start)
-                m, v = self._flat["momentum"][run.slice], self._flat["variance"][run.slice]
-                m, v = lamb.warmup_moments(g[here], m, v, hypers.of(run))
-                quotient = m / (v.sqrt() + hypers.of(run).eps)
-                # an infinite variance would make it zero: all workers must see that the step cannot be taken
-                update[here] = torch.where(torch.isfinite(v), quotient, math.nan)
-                coming.append((run, m, v))
+        for run, here in self._layout.runs_in(bucket):
+            m, v = self._flat["momentum"][run.slice], self._flat["variance"][run.slice]
+            m, v = lamb.warmup_moments(g[here], m, v, hypers.of(run))
+            quotient = m / (v.sqrt() + hypers.of(run).eps)
+            # an infinite variance would make it zero: all workers must see that the step cannot be taken
+            update[here] = torch.where(torch.isfinite(v), quotient, math.nan)
+            coming.append((run, m, v))
         self._coming[bucket.index] = coming
         return update
 

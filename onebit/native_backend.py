@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import BucketStep, Gradient, Hypers, Momentum, TorchBackend, decoded
+from onebit.backend import BucketStep, Gradient, Hypers, Momentum, TorchBackend, bring_back, contiguous
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
 from onebit.kernels import native
@@ -42,7 +42,7 @@ class NativeCodec(BucketCodec):
             error_factor=error_factor,
             kind=self.codec.kind,
         )
-        self.scales(reply, chunk).copy_(self.scale_of(self.norm_of(sums), self.live[chunk]))
+        self.scales(reply, chunk).copy_(self.scale_from(sums, self.live[chunk]))
         self.header(reply)[...] = self.header(received).sum()
         return reply
 
@@ -71,10 +71,6 @@ class NativeCodec(BucketCodec):
     def signs(self, messages: Tensor, packed_mask: Tensor | None) -> native.Signs:
         """The kernels' view of one message per chunk."""
         return native.Signs(self.bits(messages), self.all_scales(messages), packed_mask)
-
-    def norm_of(self, sums: Tensor) -> Tensor:
-        """What `scale_of` takes, from the kernels' sums of squares or of magnitudes."""
-        return sums.sqrt() if self.codec.kind == "rms" else sums
 
     def _received_scales(self, received: Tensor, chunk: int) -> Tensor:
         return received[:, : self.head_bytes].view(torch.float32)[:, 1 : 1 + self.blocks[chunk]].contiguous()
@@ -107,10 +103,10 @@ class NativeSource:
             kind=codec.codec.kind,
         )
         if codec.codec.scale == "bucket":
-            scale = codec.scale_of(codec.norm_of(sums.sum()), torch.cat(codec.live).sum())
+            scale = codec.scale_from(sums.sum(), torch.cat(codec.live).sum())
             scales = scale.expand(len(sums))
         else:
-            scales = codec.scale_of(codec.norm_of(sums), torch.cat(codec.live))
+            scales = codec.scale_from(sums, torch.cat(codec.live))
         for chunk, part in enumerate(torch.split(scales, codec.blocks)):
             codec.scales(messages[chunk], chunk).copy_(part)
         codec.header(messages)[:] = asking
@@ -164,7 +160,7 @@ class NativeBackend:
         plan = self._plans[bucket.index]
         listed = _listed("parameter", x, plan)
         native.warmup_apply(plan, hypers.table(bucket), listed, _gradient(g, plan), m, v, step_size)
-        _return(listed, x)
+        bring_back(listed.tensors, x)
 
     def source(
         self, step: BucketStep, grads: Sequence[Tensor | None], momentum: Momentum | Tensor, mask: Tensor | None
@@ -205,10 +201,7 @@ class NativeBackend:
         listed = _listed("parameter", x, codec.plan)
         signs, table = codec.signs(now.messages, now.mask), step.hypers.table(codec.bucket)
         native.apply(codec.plan, table, listed, signs, v_frozen, step_size, layer_scale=step.scale)
-        _return(listed, x)
-
-    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
-        return decoded(codec, momentum, scale)
+        bring_back(listed.tensors, x)
 
 
 def _own(step: BucketStep) -> NativeCodec:
@@ -234,12 +227,5 @@ def _kernel_view(codec: NativeCodec, momentum: Momentum | Tensor) -> native.Sign
 
 
 def _listed(name: str, tensors: Sequence[Tensor | None], plan: native.Plan) -> native.TensorList:
-    """The kernels' view of one tensor per layer; those that are not contiguous are copied."""
-    return native.TensorList(name, [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors], plan)
-
-
-def _return(listed: native.TensorList, x: Sequence[Tensor]) -> None:
-    """Bring what changed in the copies of parameters that are not contiguous back to them."""
-    for changed, parameter in zip(listed.tensors, x, strict=True):
-        if changed is not None and not parameter.is_contiguous():
-            parameter.copy_(changed)
+    """The kernels' view of one tensor per layer."""
+    return native.TensorList(name, contiguous(tensors), plan)

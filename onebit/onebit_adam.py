@@ -6,11 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from onebit import lamb
 from onebit.averaging import Transport
-from onebit.backend import BucketStep, Momentum
 from onebit.checks import check_in
 from onebit.codec import OneBit
 from onebit.comm import Comm
@@ -111,9 +108,3 @@ class OneBitAdam(OneBitOptimizer):
         root = math.sqrt(1 - hyper.beta2 ** (last - self._compressed_updates))
         factor = root / (1 - hyper.beta1 ** (self._steps + 1))
         return replace(hyper, lr=hyper.lr * factor, eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor)
-
-    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
-        return rates
-
-    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
-        return rates

@@ -179,11 +179,11 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         lamb.late_coefficients(self._params()[run.layer_slice], m, v, average, weight, run, hyper, self._coeff_rule)
         return bool(((weight == 0) & (run.norms(m) > 0)).any())
 
-    def _error_factor(self) -> Tensor | None:
+    def _error_factor(self, rates: Tensor) -> Tensor | None:
         """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4, DEV-16)"""
         if not self._scaled_error:
             return None
         before = self._layerwise["step_size"]
-        now = (self._hypers().rates(self._device) * self._layerwise["coeff"]).to(self._dtype)
+        now = (rates * self._layerwise["coeff"]).to(self._dtype)
         both = (before > 0) & (now > 0)
         return torch.where(both, before / torch.where(both, now, 1.0), 1.0)

@@ -21,7 +21,15 @@ from torch import Tensor
 from onebit import lamb
 from onebit.averaging import Transport, mean_over_workers
 from onebit.backend import Backend, Gradient, Hypers, TorchBackend
-from onebit.checks import check_group, check_in, check_parameters, check_structure, check_whole, fingerprints
+from onebit.checks import (
+    check_group,
+    check_in,
+    check_parameters,
+    check_structure,
+    check_whole,
+    fingerprints,
+    layer_names,
+)
 from onebit.comm import Comm, check_same, default_comm
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
@@ -47,7 +55,7 @@ class Stage(enum.Enum):
 class FlatOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is flat and equal on all workers, and which averages the gradients itself.
 
-    A subclass says how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
+    A subclass may say how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
     """
 
     _layout: FlatLayout | None = None
@@ -231,8 +239,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._backend.warmup_apply(bucket, params[layers], gradient, m[here], v[here], hypers, step_size, keep)
 
     def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
-        """What the directions of a bucket's layers are multiplied by in a warm-up step, [layers of the bucket]."""
-        raise NotImplementedError
+        """What the directions of a bucket's layers are multiplied by in a warm-up step, [layers of the bucket].
+
+        `rates`: the learning rate of each.
+        """
+        return rates
 
     def _may_defer(self) -> bool:
         """Whether the host may learn later whether the step counted: on the CPU it sees it at no cost."""
@@ -313,8 +324,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return [p for group in self._groups() for p in group]
 
     def _names(self) -> list[str]:
-        named = [name for group in self.param_groups for name in group.get("param_names", [])]
-        return named or [f"parameter {i}" for i in range(len(self._params()))]
+        return layer_names(self)
 
     def _settings(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, apart from the parameters."""

@@ -6,21 +6,20 @@ import logging
 import math
 import struct
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.checks import check_in
+from onebit.checks import check_in, check_whole
 from onebit.codec import OneBit
 from onebit.errors import ConfigError
 from onebit.exchange import Exchange
 from onebit.freeze import AutoFreeze, FreezeStep, Settling, check_freeze_step
 from onebit.guard import LayerPreview, SwitchGuard, Watch, preview, sentence
 from onebit.kernels import pack_bits, unpack_bits
-from onebit.layout import Bucket
+from onebit.layout import Run
 from onebit.optim import FlatOptimizer, Stage
 
 log = logging.getLogger("onebit")
@@ -47,8 +46,18 @@ class Compression:
     guard: SwitchGuard | None
     feedback: bool = True
 
+    @property
+    def freeze(self) -> int | AutoFreeze:
+        """`freeze_step` as a number of updates, or as the rule that finds it."""
+        return check_freeze_step(self.freeze_step, self.total_steps)
+
+    @property
+    def freeze_at(self) -> int | None:
+        """The same; None where a rule decides."""
+        return None if isinstance(self.freeze, AutoFreeze) else self.freeze
+
     def __post_init__(self) -> None:
-        check_freeze_step(self.freeze_step, self.total_steps)
+        _ = self.freeze
         if not isinstance(self.momentum_scales, bool):
             raise ConfigError(f"momentum_scales is {self.momentum_scales!r}; it must be True or False")
         if not 0 <= self.variance_floor < 1:
@@ -73,8 +82,7 @@ class TwoStages(FlatOptimizer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         how = self._compression
-        freeze = check_freeze_step(how.freeze_step, how.total_steps)
-        self._freeze_at = None if isinstance(freeze, AutoFreeze) else freeze
+        self._freeze_at = how.freeze_at
         self._watch = None if how.guard is None else Watch(how.guard)
         super().__init__(*args, **settings)
 
@@ -97,8 +105,7 @@ class TwoStages(FlatOptimizer):
         Raises:
             ConfigError: steps is no whole number, at least 1.
         """
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ConfigError(f"refreeze steps is {steps!r}; it must be a whole number of updates, at least 1")
+        check_whole("refreeze steps", steps, 1)
         self._settle()
         if self._exchange is not None:
             self._leave_compressed()
@@ -127,19 +134,17 @@ class TwoStages(FlatOptimizer):
             x = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
             self._backend.gather(bucket, grads[bucket.layer_slice], x)
             below, spread = torch.ones_like(x), torch.ones_like(x)
-            for run in self._layout.runs:
-                if bucket.start <= run.start < bucket.stop:
-                    here = slice(run.start - bucket.start, run.stop - bucket.start)
-                    lamb.local_momentum(self._flat["momentum"][run.slice], x[here], hypers.of(run).beta1, None)
-                    below[here] = frozen[run.slice].sqrt() + hypers.of(run).eps
-                    if scales is not None:
-                        spread[here] = run.spread(scales[run.layer_slice].to(self._dtype))
+            for run, here in self._layout.runs_in(bucket):
+                lamb.local_momentum(self._flat["momentum"][run.slice], x[here], hypers.of(run).beta1, None)
+                below[here] = frozen[run.slice].sqrt() + hypers.of(run).eps
+                if scales is not None:
+                    spread[here] = run.spread(scales[run.layer_slice].to(self._dtype))
             if held is not None:
                 x *= held[bucket.slice]
             decoded = codec.decode(codec.encode(x * spread)) / spread
             if held is not None:
                 decoded *= held[bucket.slice]
-            found += preview(x, decoded, below, partial(_norms, bucket))
+            found += preview(x, decoded, below, Run(bucket.layers).norms)
         return dict(zip(self._names(), found, strict=True))
 
     def observe(self, loss: float) -> None:
@@ -233,15 +238,14 @@ class TwoStages(FlatOptimizer):
         how = self._compression
         dead = (v == 0) & (self._flat["momentum"] == 0)
         for run in self._layout.runs:
-            held = dead[run.slice] if how.dead_elements == "hold" else None
+            held = dead[run.slice] if self._holds else None
             lamb.freeze_variance(v[run.slice], held, run, how.variance_floor)
         return dead
 
     def _freeze_rule(self) -> str:
         """What the switch was asked to follow."""
         how = self._compression
-        freeze = check_freeze_step(how.freeze_step, how.total_steps)
-        return f"{freeze} of {how.total_steps} updates" if isinstance(freeze, AutoFreeze) else f"update {freeze}"
+        return f"{how.freeze} of {how.total_steps} updates" if how.freeze_at is None else f"update {how.freeze_at}"
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("guard", repr(self._compression.guard))]
@@ -267,8 +271,7 @@ class TwoStages(FlatOptimizer):
                 self._watch.load(extra["watch"])
         planned = extra["freeze_why"] == TwoStages._freeze_why and extra["stage"] == Stage.WARMUP.value
         if planned and extra["freeze_rule"] != self._freeze_rule():
-            freeze = check_freeze_step(self._compression.freeze_step, self._compression.total_steps)
-            self._freeze_at = None if isinstance(freeze, AutoFreeze) else freeze
+            self._freeze_at = self._compression.freeze_at
             self._freeze_why = TwoStages._freeze_why
             if self.comm.rank == 0:
                 log.warning(
@@ -322,9 +325,3 @@ class TwoStages(FlatOptimizer):
 
     def _compressed_step(self, exchange: Exchange) -> None:
         raise NotImplementedError
-
-
-def _norms(bucket: Bucket, flat: Tensor) -> Tensor:
-    """The 2-norm of each layer of a flat bucket, float64."""
-    parts = [flat[layer.start - bucket.start : layer.stop - bucket.start] for layer in bucket.layers]
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])

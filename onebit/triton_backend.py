@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import BucketStep, Gradient, Hypers, Momentum, decoded
+from onebit.backend import BucketStep, Gradient, Hypers, Momentum, bring_back, contiguous, flat_gradient
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
 from onebit.kernels import triton as kernels
@@ -40,15 +40,11 @@ class TritonCodec(BucketCodec):
         """Write the scales of all blocks, [blocks of the bucket], into new messages, one per chunk."""
         messages.view(torch.float32).view(-1).index_copy_(0, self.plan.places, scales)
 
-    def scales_from(self, sums: Tensor, live: Tensor) -> Tensor:
-        """From the kernels' sums of squares or of magnitudes."""
-        return self.scale_of(sums.sqrt() if self.codec.kind == "rms" else sums, live)
-
     def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
         reply = torch.zeros(self.message_bytes, dtype=torch.uint8, device=received.device)
         operands = (received.contiguous(), error, error_factor, self.packed_alive, reply)
         sums = kernels.server_encode(self.plan, chunk, *operands, self.codec.kind)
-        self.scales(reply, chunk).copy_(self.scales_from(sums, self.live[chunk]))
+        self.scales(reply, chunk).copy_(self.scale_from(sums, self.live[chunk]))
         if self.packed_alive is not None:
             self.header(reply).copy_(self.header(received).sum())
         return reply
@@ -78,9 +74,9 @@ class TritonSource:
         messages = torch.zeros(shape, dtype=torch.uint8, device=codec.device)
         sums, asking = self._worker.encode(error, error_factor, codec.packed_alive, messages, codec.codec.kind)
         if codec.codec.scale == "bucket":
-            scales = codec.scales_from(sums.sum(), codec.all_live.sum()).expand(len(sums))
+            scales = codec.scale_from(sums.sum(), codec.all_live.sum()).expand(len(sums))
         else:
-            scales = codec.scales_from(sums, codec.all_live)
+            scales = codec.scale_from(sums, codec.all_live)
         codec.put_scales(messages, scales)
         if codec.packed_alive is not None:
             codec.header(messages).copy_(asking)
@@ -112,7 +108,7 @@ class TritonBackend:
     ) -> tuple[lamb.Norms, Tensor]:
         plan = self._plans[bucket.index]
         direction, update, weight, finite = kernels.warmup_measure(
-            plan, hypers.table(bucket), _listed("parameter", x, plan), self._flat(bucket, g), m, v
+            plan, hypers.table(bucket), _listed("parameter", x, plan), flat_gradient(self, bucket, g, m), m, v
         )
         return lamb.Norms(weight.sqrt(), direction.sqrt(), update.sqrt()), finite
 
@@ -129,8 +125,10 @@ class TritonBackend:
     ) -> None:
         plan = self._plans[bucket.index]
         listed = _listed("parameter", x, plan)
-        kernels.warmup_apply(plan, hypers.table(bucket), listed, self._flat(bucket, g), m, v, step_size, keep)
-        _return(listed, x)
+        kernels.warmup_apply(
+            plan, hypers.table(bucket), listed, flat_gradient(self, bucket, g, m), m, v, step_size, keep
+        )
+        bring_back(listed.tensors, x)
 
     def source(
         self, step: BucketStep, grads: Sequence[Tensor | None], momentum: Momentum | Tensor, mask: Tensor | None
@@ -173,17 +171,7 @@ class TritonBackend:
         listed = _listed("parameter", x, codec.plan)
         table, signs = step.hypers.table(codec.bucket), _signs("now", codec, now)
         kernels.apply(codec.plan, table, listed, signs, step.scale, v_frozen, step_size, step.keep)
-        _return(listed, x)
-
-    def _flat(self, bucket: Bucket, g: Gradient) -> Tensor:
-        if isinstance(g, Tensor):
-            return g
-        flat = torch.empty(bucket.numel, device=self._device)
-        self.gather(bucket, g, flat)
-        return flat
-
-    def momentum(self, codec: BucketCodec, momentum: Momentum | Tensor, scale: Tensor | None) -> Tensor:
-        return decoded(codec, momentum, scale)
+        bring_back(listed.tensors, x)
 
 
 def _own(step: BucketStep) -> TritonCodec:
@@ -200,13 +188,5 @@ def _kernel_view(name: str, codec: TritonCodec, momentum: Momentum | Tensor) -> 
 
 
 def _listed(name: str, tensors: Sequence[Tensor | None], plan: kernels.Plan) -> kernels.TensorList:
-    """The kernels' view of one tensor per layer; those that are not contiguous are copied."""
-    dense = [t if t is None or t.is_contiguous() else t.detach().contiguous() for t in tensors]
-    return kernels.TensorList(name, dense, plan)
-
-
-def _return(listed: kernels.TensorList, x: Sequence[Tensor]) -> None:
-    """Bring what changed in the copies of parameters that are not contiguous back to them."""
-    for changed, parameter in zip(listed.tensors, x, strict=True):
-        if changed is not None and not parameter.is_contiguous():
-            parameter.copy_(changed)
+    """The kernels' view of one tensor per layer."""
+    return kernels.TensorList(name, contiguous(tensors), plan)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.layerwise import layer_names, layer_stats
+from onebit.checks import layer_names
+from onebit.layerwise import layer_stats
 
 SHAPES = {"wide.weight": (6, 8), "wide.bias": (5,), "small.weight": (3, 4)}
 
