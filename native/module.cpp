@@ -206,6 +206,18 @@ NB_MODULE(_native, m) {
         },
         Free());
   m.def("sum_squares", sum_squares, Free());
+  m.def("quantise",
+        [](Address starts, int64_t blocks, int levels, Address x, Address integers, Address scales, int threads) {
+          kernels().quantise({at<int64_t>(starts), blocks, static_cast<float>(levels), at<float>(x),
+                              at<int8_t>(integers), at<uint16_t>(scales), threads});
+        },
+        Free());
+  m.def("dequantise",
+        [](Address starts, int64_t blocks, Address integers, Address scales, bool subtract, Address out, int threads) {
+          kernels().dequantise({at<int64_t>(starts), blocks, at<int8_t>(integers), at<uint16_t>(scales), subtract,
+                                at<float>(out), threads});
+        },
+        Free());
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("isas", available_isas);
   m.def("use_isa", use_isa);

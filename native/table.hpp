@@ -104,6 +104,26 @@ struct SquaresArgs {  // parts of a list of tensors
   int threads;
 };
 
+struct QuantiseArgs {
+  const int64_t* starts;  // [blocks + 1]
+  int64_t blocks;
+  float levels;
+  const float* x;
+  int8_t* integers;
+  uint16_t* scales;  // bfloat16 [blocks]
+  int threads;
+};
+
+struct DequantiseArgs {
+  const int64_t* starts;
+  int64_t blocks;
+  const int8_t* integers;
+  const uint16_t* scales;
+  bool subtract;
+  float* out;
+  int threads;
+};
+
 struct Kernels {
   const char* isa;
   void (*worker_encode)(const WorkerArgs&);
@@ -117,6 +137,8 @@ struct Kernels {
   void (*warmup_measure)(const WarmupArgs&);
   void (*warmup_apply)(const WarmupArgs&);
   void (*sum_squares)(const SquaresArgs&);
+  void (*quantise)(const QuantiseArgs&);
+  void (*dequantise)(const DequantiseArgs&);
 };
 
 std::vector<std::string> available_isas();  // lowest first

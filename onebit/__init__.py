@@ -5,6 +5,9 @@ from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, On
 from onebit.freeze import AutoFreeze
 from onebit.guard import SwitchGuard
 from onebit.layerwise_rate import Lamb
+from onebit.local_adam import LocalVarianceAdam
+from onebit.local_lamb import LocalVarianceLamb
+from onebit.local_variance import Schedule
 from onebit.onebit_adam import OneBitAdam
 from onebit.onebit_lamb import OneBitLamb
 from onebit.optim import Stage
@@ -19,11 +22,14 @@ __all__ = [
     "ConfigError",
     "Lamb",
     "LayoutError",
+    "LocalVarianceAdam",
+    "LocalVarianceLamb",
     "MismatchError",
     "OneBit",
     "OneBitAdam",
     "OneBitLamb",
     "OnebitError",
+    "Schedule",
     "Stage",
     "SwitchGuard",
     "run_workers",

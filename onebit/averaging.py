@@ -1,20 +1,26 @@
-"""Full-precision means over the workers: what the warm-up stage and uncompressed optimizers exchange."""
+"""Means of gradients over the workers, in full precision or as integers: what the warm-up stage exchanges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from onebit.checks import check_in
 from onebit.comm import Comm
+from onebit.exchange import BucketMean, Exchange, Source
+from onebit.layout import FlatLayout
+from onebit.quantised import Bits, QuantisedCodec
 
-Transport = Literal["fp32", "bf16"]
+FullTransport = Literal["fp32", "bf16"]
+Transport = Literal["fp32", "bf16", "int8", "int4"]
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
+"""Transports that send integers, with error feedback."""
 
 
-def mean_over_workers(flat: Tensor, comm: Comm, transport: Transport) -> None:
+def mean_over_workers(flat: Tensor, comm: Comm, transport: FullTransport) -> None:
     """Replace a flat buffer by its mean over the workers, in place.
 
     Args:
@@ -39,9 +45,50 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
     Args:
         params: the same parameters in the same order on all workers.
         transport: as in `mean_over_workers`.
+
+    Raises:
+        ConfigError: another transport.
     """
+    check_in("transport", transport, get_args(FullTransport))
     params = list(params)
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in params])
-    mean_over_workers(flat, comm, check_in("transport", transport, ("fp32", "bf16")))
+    mean_over_workers(flat, comm, "fp32" if transport == "fp32" else "bf16")
     for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
         p.grad = part.view(p.shape).to(p.dtype)
+
+
+class QuantisedMean:
+    """Means of gradients sent as 8- or 4-bit integers, with error feedback on both sides of the usual three phases.
+
+    Attributes:
+        exchange: owns the errors, in units of the gradient.
+    """
+
+    def __init__(self, layout: FlatLayout, codecs: Sequence[QuantisedCodec], comm: Comm) -> None:
+        first = codecs[0]
+        self.exchange: Exchange[QuantisedCodec] = Exchange(layout, None, comm, first.dtype, first.device, codecs)
+        self._under_way: list[BucketMean] = []
+
+    def take(self, sources: Sequence[Source], out: Tensor) -> None:
+        """Write the means of the sources, one per bucket, into `out`, [layout.numel]. Then `commit`, or nothing."""
+        buckets = self.exchange.layout.buckets
+        means = [self.exchange.start(bucket, source) for bucket, source in zip(buckets, sources, strict=True)]
+        for mean in means:
+            mean.serve()
+        for mean in means:
+            out[mean.bucket.slice] = mean.wait()
+        self._under_way = means
+
+    def commit(self, keep: Tensor | None) -> None:
+        """Keep what was not sent, if the step counts. `keep`: bool [] where only the device knows."""
+        for mean in self._under_way:
+            mean.commit(keep)
+
+    def state(self) -> dict[str, Any]:
+        """This worker's errors."""
+        return {"worker_error": self.exchange.worker_error, "server_error": self.exchange.server_error}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back what `state` gave."""
+        self.exchange.worker_error.copy_(state["worker_error"])
+        self.exchange.server_error.copy_(state["server_error"])

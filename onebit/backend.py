@@ -22,6 +22,7 @@ from onebit.exchange import Source, TensorSource
 from onebit.kernels import unpack_bits
 from onebit.kernels.compact import round_bf16_random
 from onebit.layout import Bucket, FlatLayout, Run
+from onebit.quantised import Bits, QuantisedCodec
 
 Gradient = Tensor | Sequence[Tensor | None]
 """An averaged gradient: flat, [bucket], or one tensor per layer; None counts as zeros."""
@@ -93,6 +94,9 @@ class Backend(Protocol):
     def codec(self, bucket: Bucket, codec: OneBit) -> BucketCodec:
         """What encodes and decodes this bucket."""
 
+    def quantised_codec(self, bucket: Bucket, bits: Bits) -> QuantisedCodec:
+        """What encodes and decodes this bucket's gradients in a quantised warm-up."""
+
     def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
         """Copy the gradients into `out`, [bucket], zero in the padding; None counts as zeros."""
 
@@ -149,6 +153,9 @@ class TorchBackend:
 
     def codec(self, bucket: Bucket, codec: OneBit) -> BucketCodec:
         return BucketCodec(bucket, codec, self._dtype, self._device)
+
+    def quantised_codec(self, bucket: Bucket, bits: Bits) -> QuantisedCodec:
+        return QuantisedCodec(bucket, bits, self._dtype, self._device)
 
     def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
         out.zero_()

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from onebit.chunk_codec import ChunkCodec
 from onebit.errors import ConfigError
 from onebit.kernels import pack_bits, pack_signs, unpack_bits, unpack_signs
 from onebit.layout import Bucket, spread
@@ -67,29 +68,26 @@ class OneBit:
             raise ConfigError(f"OneBit block_elements is {self.block_elements}; it must be at least 8")
 
 
-class BucketCodec:
-    """Encode and decode the chunks of one bucket. Pure but for the live counts that `set_alive` replaces.
+class BucketCodec(ChunkCodec):
+    """Signs and scales. Pure but for the live counts that `set_alive` replaces.
 
     Attributes:
         blocks: number of blocks of each chunk.
         spans: the blocks of each chunk in order, as (start, stop) in the chunk.
-        packed_alive: uint8 [bucket / 8], a bit per element, or None: all are alive.
         live: the number of elements of each block that are alive, float64 [blocks] for each chunk.
         head_bytes: bytes of a message before its bits.
-        message_bytes: bytes of one message; the same for every chunk.
     """
 
     def __init__(self, bucket: Bucket, codec: OneBit, dtype: torch.dtype, device: torch.device) -> None:
-        self.bucket = bucket
+        super().__init__(bucket, dtype, device)
         self.codec = codec
-        self.dtype = dtype
         chunks = [_cut(bucket, codec, chunk) for chunk in range(bucket.workers)]
         self.blocks = [len(cuts) for cuts in chunks]
         self.spans = [[(start, start + length) for start, length in cuts] for cuts in chunks]
         self._lengths = [
             [length for _, length in cuts] + [bucket.chunk - sum(length for _, length in cuts)] for cuts in chunks
         ]  # the padding comes last
-        self._device = device
+        self._pieces = _pieces(bucket, self.spans)
         self.set_alive(None)
         item = torch.empty((), dtype=dtype).element_size()
         self.head_bytes = item * (1 + max(self.blocks))
@@ -102,20 +100,16 @@ class BucketCodec:
             alive: bool [bucket], kept as bits; or None: all are alive.
         """
         self.packed_alive = None if alive is None else pack_bits(alive.contiguous())
+        self._counted: tuple[Tensor | None, Tensor] | None = None
         if alive is None:
             counts = [lengths[:-1] for lengths in self._lengths]
-            self.live = [torch.tensor(count, dtype=torch.float64, device=self._device) for count in counts]
+            self.live = [torch.tensor(count, dtype=torch.float64, device=self.device) for count in counts]
             return
         rows = alive.view(self.bucket.workers, -1)
         self.live = [
             torch.stack([row[a:b].sum(dtype=torch.float64) for a, b in spans]) if spans else self.live[0][:0]
             for row, spans in zip(rows, self.spans, strict=True)
         ]
-
-    @property
-    def alive(self) -> Tensor | None:
-        """bool [bucket], unpacked anew at each use; None: all are alive."""
-        return None if self.packed_alive is None else unpack_bits(self.packed_alive)
 
     def encode(self, x: Tensor) -> Tensor:
         """The worker side: all chunks of a bucket.
@@ -145,10 +139,6 @@ class BucketCodec:
             x = x * alive
         return self._message(x, self._chunk_scales(x, chunk))
 
-    def decode(self, messages: Tensor) -> Tensor:
-        """uint8 [workers, message_bytes], one message per chunk in order -> [bucket]."""
-        return torch.cat([self.decode_chunk(message, chunk) for chunk, message in enumerate(messages)])
-
     def decode_chunk(self, message: Tensor, chunk: int) -> Tensor:
         """uint8 [message_bytes] -> [chunk]: sign * scale, zero in padding and where dead."""
         scales = torch.cat([self.scales(message, chunk), torch.zeros(1, dtype=self.dtype, device=message.device)])
@@ -159,50 +149,30 @@ class BucketCodec:
             out *= alive
         return out
 
-    def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
-        """The server's part: the mean of the chunk it serves, plus its error, as a message. Changes no state.
+    def layer_norms(self, messages: Tensor, packed_mask: Tensor | None) -> Tensor:
+        """The 2-norm of each layer of what one message per chunk decodes to, from the scales alone.
 
         Args:
-            received: uint8 [workers, message_bytes], this chunk from every worker.
-            error: the server error, [chunk].
-            error_factor: [layers of the bucket], or None for 1.
+            messages: uint8 [workers, message_bytes].
+            packed_mask: uint8 [bucket / 8], a bit per element, 0 where the value counts as zero; or None.
+
+        Returns:
+            float64 [layers of the bucket].
         """
-        reply = self.encode_chunk(self._served(received, chunk, error, error_factor), chunk)
-        if self.packed_alive is not None:
-            self.header(reply)[...] = self.header(received).sum()
-        return reply
+        if self._counted is None or self._counted[0] is not packed_mask:
+            self._counted = (packed_mask, self._pieces_alive(packed_mask))
+        squares = self.all_scales(messages).double().square()
+        blocks, layers = (self._pieces[:, i].to(self.device) for i in (0, 1))
+        sums = squares.new_zeros(len(self.bucket.layers))
+        return sums.index_add_(0, layers, squares[blocks] * self._counted[1]).sqrt()
 
-    def commit_served(
-        self,
-        received: Tensor,
-        chunk: int,
-        error: Tensor,
-        error_factor: Tensor | None,
-        reply: Tensor,
-        keep: Tensor | None = None,
-    ) -> None:
-        """error = what `serve` compressed - decode(reply), in place, where `keep`, bool [] or None, is not False."""
-        left = self._served(received, chunk, error, error_factor).sub_(self.decode_chunk(reply, chunk))
-        error.copy_(left if keep is None else torch.where(keep, left, error))
-
-    def _served(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
-        total = self.decode_chunk(received[0], chunk)
-        for message in received[1:]:
-            total += self.decode_chunk(message, chunk)
-        total /= len(received)
-        if error_factor is not None:
-            error = error * self.spread_layers(error_factor, 1.0).view(self.bucket.workers, -1)[chunk]
-        return total.add_(error)
-
-    def spread_layers(self, values: Tensor, padding: float) -> Tensor:
-        """Repeat each layer's value over its elements: [layers of the bucket] -> [bucket]."""
-        lengths = [layer.numel for layer in self.bucket.layers]
-        fill = values.new_full((1,), padding)
-        return spread(torch.cat([values, fill]), [*lengths, self.bucket.numel - sum(lengths)]).to(self.dtype)
-
-    def all_scales(self, messages: Tensor) -> Tensor:
-        """The scales of one message per chunk, in order: [blocks of the bucket]."""
-        return torch.cat([self.scales(message, chunk) for chunk, message in enumerate(messages)])
+    def _pieces_alive(self, packed_mask: Tensor | None) -> Tensor:
+        """How many elements of each piece count: float64 [pieces]."""
+        starts, stops = (self._pieces[:, i].to(self.device) for i in (2, 3))
+        if packed_mask is None:
+            return (stops - starts).double()
+        before = torch.cat([starts.new_zeros(1), unpack_bits(packed_mask).cumsum(0)])
+        return (before[stops] - before[starts]).double()
 
     def scales(self, message: Tensor, chunk: int) -> Tensor:
         """The scales of a message, [blocks of that chunk]."""
@@ -250,6 +220,23 @@ class BucketCodec:
         count = live.clamp(min=1)
         size = count.sqrt() if self.codec.kind == "rms" else count
         return (norm / size * self.codec.multiplier).to(self.dtype)
+
+
+def _pieces(bucket: Bucket, spans: list[list[tuple[int, int]]]) -> Tensor:
+    """Where blocks and layers overlap, int64 [pieces, 4]: block, layer, and the elements of the bucket from, to."""
+    blocks = [(j * bucket.chunk + a, j * bucket.chunk + b) for j, cuts in enumerate(spans) for a, b in cuts]
+    found, first = [], 0
+    layers = [(layer.start - bucket.start, layer.stop - bucket.start) for layer in bucket.layers]
+    for number, (start, stop) in enumerate(blocks):
+        while layers[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(layers) and layers[at][0] < stop:
+            a, b = max(start, layers[at][0]), min(stop, layers[at][1])
+            if a < b:
+                found.append((number, at, a, b))
+            at += 1
+    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
 
 
 def _cut(bucket: Bucket, codec: OneBit, chunk: int) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from onebit.checks import checksum
 from onebit.codec import BucketCodec
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
-from onebit.exchange import Exchange
+from onebit.exchange import OneBitExchange, write_error
 from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, Run
 from onebit.optim import Stage
@@ -112,12 +112,7 @@ class OneBitOptimizer(TwoStages):
                     mine.scales.copy_(saved[1])
             exchange.server_error.copy_(extra["server_error"])
         else:
-            log.warning(
-                "worker %d loaded the state that worker %d saved: the errors in it belong to another worker and were "
-                "set to zero; save and load on every worker to keep them",
-                self.comm.rank,
-                extra["rank"],
-            )
+            self._warn_foreign_errors(extra["rank"])
 
     # -- the switch, and back --------------------------------------------------------------------------------------
 
@@ -136,6 +131,7 @@ class OneBitOptimizer(TwoStages):
         if how.momentum_scales:
             self._layerwise["momentum_scale"].copy_(self._momentum_scales())
         exchange.set_alive(self._initially_alive(dead, self._mask))
+        self._take_over_errors(exchange)
         if self.comm.rank == 0:
             alive = exchange.alive
             asleep = 0 if alive is None else int((~alive).sum())
@@ -147,6 +143,24 @@ class OneBitOptimizer(TwoStages):
             )
             if self._mask is not None and self._holds and self._kernels == "native":
                 log.info("exp_avg_mask was given: the worker's part runs in torch, which is slower")
+
+    def _take_over_errors(self, exchange: OneBitExchange) -> None:
+        """What a quantised warm-up did not send yet goes out with the momentum: (1 - beta1) times those errors."""
+        if self._quantised is None:
+            return
+        assert self._layout is not None
+        left, hypers = self._quantised.exchange, self._hypers()
+        self._quantised = None
+        shares = [1 - hypers.of(run).beta1 for run in self._layout.runs for _ in run.layers]
+        factor = torch.tensor(shares, dtype=self._dtype, device=self._device)
+        scales = self._layerwise.get("momentum_scale")
+        factor = factor if scales is None else factor * scales
+        for bucket, codec in zip(self._layout.buckets, exchange.codecs, strict=True):
+            spread = codec.spread_layers(factor[bucket.layer_slice], 0.0)
+            write_error(exchange.errors[bucket.index], left.worker_error[bucket.slice] * spread, None, codec.alive)
+            here = exchange.server_slice(bucket)
+            mine = spread.view(bucket.workers, -1)[self.comm.rank]
+            torch.mul(left.server_error[here], mine, out=exchange.server_error[here])
 
     def _leave_compressed(self) -> None:
         """Back to the state of a warm-up stage: the momentum as numbers, with the errors of all workers folded in.
@@ -182,7 +196,7 @@ class OneBitOptimizer(TwoStages):
             variance[run.slice] = torch.where(implied > 0, implied, variance[run.slice])
         self._exchange = None
         self._drop(self._flat, "fresh_variance")
-        for name in ("ratio", "momentum_scale", "step_size"):
+        for name in ("ratio", "switch_norm", "momentum_scale", "step_size"):
             self._drop(self._layerwise, name)
         self._add_flat("variance", variance)
         self._add_flat("momentum", momentum)
@@ -206,7 +220,7 @@ class OneBitOptimizer(TwoStages):
         """Whether errors and variances of the compressed stage are held in fewer bytes."""
         return self._compression.state == "compact"
 
-    def _allocate_compressed(self) -> Exchange:
+    def _allocate_compressed(self) -> OneBitExchange:
         """Add the state of the compressed stage, at its neutral values."""
         assert self._layout is not None
         if self._compact:
@@ -216,7 +230,7 @@ class OneBitOptimizer(TwoStages):
         how = self._compression
         codec = how.codec
         codecs = [self._backend.codec(bucket, codec) for bucket in self._layout.buckets]
-        self._exchange = Exchange(
+        self._exchange = OneBitExchange(
             self._layout, codec, self.comm, self._dtype, self._device, codecs, self._compact, how.feedback
         )
         self._momentum: list[Momentum | Tensor] = [self._flat["momentum"][b.slice] for b in self._layout.buckets]
@@ -231,7 +245,7 @@ class OneBitOptimizer(TwoStages):
 
     # -- the compressed stage --------------------------------------------------------------------------------------
 
-    def _compressed_step(self, exchange: Exchange) -> None:
+    def _compressed_step(self, exchange: OneBitExchange) -> None:
         """Worker's part, exchange, everyone's part. Nothing is kept unless all of it was finite on all workers."""
         if exchange.wake() is not None:
             self._late = [True] * len(self._late)
@@ -262,9 +276,9 @@ class OneBitOptimizer(TwoStages):
             self._update(step.keeping(keep), momentum, rates[step.codec.bucket.layer_slice])
         self._keep(now)
         if self._watch is not None:
-            self._look_out(float(chosen(keep, exchange.norm(gathered), math.nan)))
+            self._look_out(float(chosen(keep, _norm(exchange, gathered), math.nan)))
 
-    def _note_wishes(self, exchange: Exchange, headers: list[Tensor], keep: Tensor | None) -> None:
+    def _note_wishes(self, exchange: OneBitExchange, headers: list[Tensor], keep: Tensor | None) -> None:
         """Remember whether a dead element asks to wake; with the verdict, where that is still on the device."""
         if keep is None:
             exchange.note_headers(headers)
@@ -327,3 +341,13 @@ class OneBitOptimizer(TwoStages):
     def _error_factor(self, rates: Tensor) -> Tensor | None:
         """The factor on both errors before they are added: [layers], or None for 1; `rates`: lr of each layer."""
         return None
+
+
+def _norm(exchange: OneBitExchange, gathered: list[Tensor]) -> Tensor:
+    """The 2-norm of a decoded mean, from the messages of all buckets: float64 []."""
+    norms = [
+        codec.layer_norms(messages, codec.packed_alive)
+        for codec, messages in zip(exchange.codecs, gathered, strict=True)
+    ]
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms))
+    return norm

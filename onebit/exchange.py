@@ -21,11 +21,13 @@ With `feedback=False` nothing is carried over and the sum above does not hold: i
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from onebit.chunk_codec import ChunkCodec
 from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm, Pending
 from onebit.kernels import pack_bits, unpack_bits
@@ -36,7 +38,10 @@ ROOM = 64.0
 """How far the square of a scale must stay from overflow: the rebuilt gradient is a momentum over 1 - beta1, squared."""
 
 
-class Exchange:
+C = TypeVar("C", bound=ChunkCodec)
+
+
+class Exchange(Generic[C]):
     """Compressed means of the buckets of a layout; owns both errors.
 
     Attributes:
@@ -49,15 +54,15 @@ class Exchange:
     def __init__(
         self,
         layout: FlatLayout,
-        codec: OneBit,
+        codec: OneBit | None,
         comm: Comm,
         dtype: torch.dtype,
         device: torch.device,
-        codecs: list[BucketCodec] | None = None,
+        codecs: Sequence[C] | None = None,
         compact: bool = False,
         feedback: bool = True,
     ) -> None:
-        """`codecs`: one per bucket, of the same settings as `codec`, where others than the plain ones are wanted.
+        """`codecs`: one per bucket, where others than the plain ones of `codec` are wanted.
 
         `compact`: the worker errors are `Int8`; dtype must be float32 then.
         `feedback`: False: errors stay zero, but for the inputs with which dead elements ask to wake.
@@ -65,7 +70,10 @@ class Exchange:
         self.layout = layout
         self.comm = comm
         self.feedback = feedback
-        self.codecs = codecs or [BucketCodec(bucket, codec, dtype, device) for bucket in layout.buckets]
+        if codecs is None:
+            plain = OneBit() if codec is None else codec
+            codecs = cast(Sequence[C], [BucketCodec(bucket, plain, dtype, device) for bucket in layout.buckets])
+        self.codecs = codecs
         self._flat_error = None if compact else layout.zeros(dtype, device)
         self.errors: list[Tensor | Int8] = [
             Int8.zeros(bucket, device) if self._flat_error is None else self._flat_error[bucket.slice]
@@ -92,14 +100,6 @@ class Exchange:
             mine = self.server_error[self.server_slice(bucket)].contiguous().view(torch.uint8)
             total[bucket.slice] += self.comm.all_gather(mine).wait().flatten().view(total.dtype)
         return total
-
-    def norm(self, gathered: list[Tensor]) -> Tensor:
-        """The 2-norm of a decoded mean, from the messages of all buckets: float64 []."""
-        squares = [
-            (codec.all_scales(messages).double().square() * torch.cat(codec.live)).sum()
-            for codec, messages in zip(self.codecs, gathered, strict=True)
-        ]
-        return torch.stack(squares).sum().sqrt()
 
     def set_alive(self, alive: Tensor | None) -> None:
         """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""
@@ -158,12 +158,15 @@ class Exchange:
         return unpack_bits(self.comm.all_gather(pack_bits(served)).wait()).flatten()
 
 
+OneBitExchange = Exchange[BucketCodec]
+
+
 def _read(error: Tensor | Int8) -> Tensor:
     return error.read() if isinstance(error, Int8) else error
 
 
-def _write(error: Tensor | Int8, values: Tensor, keep: Tensor | None, alive: Tensor | None) -> None:
-    """Replace the values, where `keep`, bool [], is true; None: it is."""
+def write_error(error: Tensor | Int8, values: Tensor, keep: Tensor | None, alive: Tensor | None) -> None:
+    """Replace the values of an error, where `keep`, bool [], is true; None: it is. `alive`: as in `Int8.write`."""
     if isinstance(error, Int8):
         error.write(values, keep, alive)
     else:
@@ -176,14 +179,14 @@ class Source(Protocol):
     Errors are [bucket], or `Int8`. `keep`, bool [], says on the device whether the step counts; None: it does.
     """
 
-    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
+    def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         """The messages of input = own value + error * error_factor: uint8 [workers, message_bytes]. Changes no state.
 
         The header says how many dead elements have an input.
         """
 
     def commit(
-        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+        self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
         """error = input - decode(sent), in place, where `keep` is true."""
 
@@ -193,10 +196,10 @@ class TensorSource:
 
     def __init__(self, x: Tensor) -> None:
         self._input = x
+        self._complete = False
 
-    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
-        old = _read(error)
-        self._input += old if error_factor is None else old * codec.spread_layers(error_factor, 1.0)
+    def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
+        self._add(codec, error, error_factor)
         sent = codec.encode(self._input)
         alive = codec.alive
         if alive is not None:
@@ -204,15 +207,41 @@ class TensorSource:
         return sent
 
     def commit(
-        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+        self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
-        _write(error, self._input - codec.decode(sent), keep, codec.alive)
+        self._add(codec, error, error_factor)
+        write_error(error, codec.subtract(self._input, sent), keep, codec.alive)
+
+    def _add(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> None:
+        if not self._complete:
+            old = _read(error)
+            self._input += old if error_factor is None else old * codec.spread_layers(error_factor, 1.0)
+        self._complete = True
+
+
+class LateSource:
+    """A source that is built anew at each use, so that its values need not be kept in between.
+
+    Args:
+        make: gives a source that nobody else uses, equal each time.
+    """
+
+    def __init__(self, make: Callable[[], Source]) -> None:
+        self._make = make
+
+    def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
+        return self._make().encode(codec, error, error_factor)
+
+    def commit(
+        self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+    ) -> None:
+        self._make().commit(codec, error, error_factor, sent, keep)
 
 
 class BucketMean:
     """One bucket's mean under way: `serve()` after `start`, then `gather()` or `wait()`, then `commit()` or nothing."""
 
-    def __init__(self, exchange: Exchange, bucket: Bucket, source: Source, error_factor: Tensor | None) -> None:
+    def __init__(self, exchange: Exchange[C], bucket: Bucket, source: Source, error_factor: Tensor | None) -> None:
         self._exchange = exchange
         self._codec = exchange.codecs[bucket.index]
         self.bucket = bucket
@@ -264,7 +293,7 @@ class BucketMean:
         if alive is not None:
             self._source.commit(self._codec, error, self._factor, self._sent, keep)
             held = torch.where(alive, held, _read(error))
-        _write(error, held, keep, alive)
+        write_error(error, held, keep, alive)
 
     @property
     def _server_error(self) -> Tensor:

@@ -21,9 +21,10 @@ from onebit.checks import fingerprints, layer_names
 from onebit.comm import Comm, Solo, check_same, ring_all_reduce_bytes
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
+from onebit.frozen_lamb import FrozenLamb
 from onebit.layerwise import layer_stats
 from onebit.optim import FlatOptimizer
-from onebit.recipe import Recipe
+from onebit.recipe import OptimizerName, Recipe
 from onebit.report import Display, Metrics, Summary
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
 
@@ -38,10 +39,23 @@ OWN_KEYS = {
     "transport": "optimizer.warmup_transport",
     "warmup_transport": "optimizer.warmup_transport",
 }
+PASSED_ON = (
+    *("betas", "eps", "warmup_transport", "min_coeff", "max_coeff", "coeff_beta"),
+    *("factor_min", "factor_max", "factor_threshold"),
+)
+"""Keys of [optimizer] that optimizers know by the same name, if at all."""
 UNCOMPRESSED = "uncompressed"  # the stage of an optimizer that has no compressed stage
-MISTAKES = {
+OPTIMIZERS: dict[OptimizerName, type[torch.optim.Optimizer]] = {
+    "lamb": onebit.Lamb,
+    "onebit-lamb": onebit.OneBitLamb,
+    "lamb-basic-1bit": onebit.OneBitLamb,
+    "frozen-lamb": FrozenLamb,
+    "local-variance-lamb": onebit.LocalVarianceLamb,
+    "adamw": torch.optim.AdamW,
+    "onebit-adam": onebit.OneBitAdam,
     "adam-1bit-gradient": mistakes.CompressedGradientAdam,
     "adam-1bit-update": mistakes.CompressedUpdateAdam,
+    "local-variance-adam": onebit.LocalVarianceAdam,
 }
 
 _building = threading.Lock()  # weights are drawn from torch's global generator, which threads share
@@ -114,7 +128,7 @@ class Job:
         Optimizers without a switch count as if they had one after `freeze_step` steps, the latest that a rule allows,
         so that what has changed since can be set side by side.
         """
-        return self._stage != self._steps[-1].stage if self.recipe.one_bit else number == self.recipe.freeze_step
+        return self._stage != self._steps[-1].stage if self.recipe.two_stages else number == self.recipe.freeze_step
 
     @property
     def eval_every(self) -> int:
@@ -300,31 +314,18 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
         {"params": [(name, p) for name, p in named if p.ndim > 1], "weight_decay": chosen.weight_decay},
         {"params": [(name, p) for name, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    common: dict[str, Any] = {"lr": recipe.lr, "betas": chosen.betas, "eps": chosen.eps}
-    if chosen.name == "adamw":
-        parameters = [p for _, p in named]
-        make = torch.optim.AdamW
-        average = lambda: average_gradients(parameters, comm, chosen.warmup_transport)  # noqa: E731
-        return _built(make, groups, common, chosen.options), average
-    common["comm"] = comm
-    if chosen.name == "lamb":
-        common |= {"min_coeff": chosen.min_coeff, "max_coeff": chosen.max_coeff, "transport": chosen.warmup_transport}
-        return _built(onebit.Lamb, groups, common, chosen.options), None
-    common |= {"freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
-    common["warmup_transport"] = chosen.warmup_transport
-    preset = onebit.PAPER if chosen.preset == "paper" else {}
-    if chosen.name in MISTAKES:
-        mistake = MISTAKES[chosen.name]  # what it does not know of the preset, it always does
-        common |= {name: value for name, value in preset.items() if name in inspect.signature(mistake).parameters}
-        return _built(mistake, groups, common, chosen.options), None
-    common |= preset
-    if chosen.name == "onebit-adam":
-        return _built(onebit.OneBitAdam, groups, common, chosen.options), None
-    for name in ("min_coeff", "max_coeff", "coeff_beta", "factor_min", "factor_max", "factor_threshold"):
-        common[name] = getattr(chosen, name)
+    make = OPTIMIZERS[chosen.name]
+    known = inspect.signature(make).parameters
+    settings = {"lr": recipe.lr, "comm": comm, "freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
+    settings |= {"transport": chosen.warmup_transport} | {name: getattr(chosen, name) for name in PASSED_ON}
+    settings |= onebit.PAPER if chosen.preset == "paper" else {}
     if chosen.name == "lamb-basic-1bit":
-        common["ratio"] = "fixed"
-    return _built(onebit.OneBitLamb, groups, common, chosen.options), None
+        settings["ratio"] = "fixed"
+    optimizer = _built(make, groups, {key: value for key, value in settings.items() if key in known}, chosen.options)
+    if isinstance(optimizer, FlatOptimizer):
+        return optimizer, None
+    parameters = [p for _, p in named]
+    return optimizer, lambda: average_gradients(parameters, comm, chosen.warmup_transport)
 
 
 def _built(make: Any, groups: Any, common: dict[str, Any], options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -358,7 +359,7 @@ def _checked(make: type, common: dict[str, Any], options: dict[str, Any]) -> dic
         )
     if own := [name for name in options if name in OWN_KEYS]:
         raise ConfigError(f"optimizer.options has {own[0]!r}, which has a key of its own: {OWN_KEYS[own[0]]}")
-    for name, build in (("codec", onebit.OneBit), ("guard", onebit.SwitchGuard)):
+    for name, build in (("codec", onebit.OneBit), ("guard", onebit.SwitchGuard), ("schedule", onebit.Schedule)):
         if name not in options:
             continue
         try:

@@ -21,7 +21,7 @@ from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
-from onebit.exchange import Exchange
+from onebit.exchange import OneBitExchange
 from onebit.freeze import FreezeStep
 from onebit.layout import Bucket, Run
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS
@@ -78,7 +78,7 @@ class _Mistake(OneBitOptimizer):
     def _leave_compressed(self) -> None:
         raise ConfigError(f"{type(self).__name__} has no way back to the warm-up stage; build another one")
 
-    def _compressed_step(self, exchange: Exchange) -> None:
+    def _compressed_step(self, exchange: OneBitExchange) -> None:
         """Worker's part, exchange, everyone's part; skipped by all workers unless finite on all of them."""
         assert self._layout is not None
         exchange.wake()
@@ -134,7 +134,7 @@ class CompressedUpdateAdam(_Mistake):
     _coming: dict[int, list[tuple[Run, Tensor, Tensor]]]
     """By bucket, the moments that this worker will have if the step counts."""
 
-    def _allocate_compressed(self) -> Exchange:
+    def _allocate_compressed(self) -> OneBitExchange:
         self._coming = {}
         return super()._allocate_compressed()
 

@@ -7,17 +7,20 @@ committing compute it from gradients, momentum bits and error, which stay as the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
 from onebit.backend import BucketStep, Gradient, Hypers, Momentum, TorchBackend, bring_back, contiguous
+from onebit.chunk_codec import ChunkCodec
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
 from onebit.kernels import native
 from onebit.kernels.compact import Int8
 from onebit.layout import Bucket, FlatLayout
+from onebit.quantised import Bits, QuantisedCodec
 
 CPU = torch.device("cpu")
 
@@ -28,6 +31,11 @@ class NativeCodec(BucketCodec):
     def __init__(self, bucket: Bucket, codec: OneBit) -> None:
         super().__init__(bucket, codec, torch.float32, CPU)
         self.plan = native.Plan(bucket, [[(a, b - a) for a, b in spans] for spans in self.spans])
+
+    def decode(self, messages: Tensor) -> Tensor:
+        out = torch.empty(self.bucket.numel)
+        native.decode(self.plan, self.signs(messages, self.packed_alive), out)
+        return out
 
     def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
         reply = torch.zeros(self.message_bytes, dtype=torch.uint8)
@@ -76,6 +84,19 @@ class NativeCodec(BucketCodec):
         return received[:, : self.head_bytes].view(torch.float32)[:, 1 : 1 + self.blocks[chunk]].contiguous()
 
 
+class NativeQuantisedCodec(QuantisedCodec):
+    """The same with compiled conversions."""
+
+    def __init__(self, bucket: Bucket, bits: Bits) -> None:
+        super().__init__(bucket, bits, torch.float32, CPU)
+
+    def _quantise(self, x: Tensor, chunk: int, integers: Tensor, scales: Tensor) -> None:
+        native.quantise(x, self.starts[chunk], self.levels, integers, scales)
+
+    def _dequantise(self, out: Tensor, chunk: int, integers: Tensor, scales: Tensor, sign: Literal[1, -1]) -> None:
+        native.dequantise(out, self.starts[chunk], integers, scales, subtract=sign == -1)
+
+
 class NativeSource:
     """The worker's part of 1-bit LAMB and 1-bit Adam, computed where it is needed."""
 
@@ -90,7 +111,7 @@ class NativeSource:
         self._input = (codec.plan, grads, hyper, momentum)
         self._scale = scale
 
-    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
+    def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, NativeCodec)
         messages = torch.zeros(codec.bucket.workers, codec.message_bytes, dtype=torch.uint8)
         sums, asking = native.worker_encode(
@@ -113,7 +134,7 @@ class NativeSource:
         return messages
 
     def commit(
-        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+        self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
         _here(keep)
         assert isinstance(codec, NativeCodec)
@@ -131,6 +152,9 @@ class NativeBackend:
 
     def codec(self, bucket: Bucket, codec: OneBit) -> NativeCodec:
         return NativeCodec(bucket, codec)
+
+    def quantised_codec(self, bucket: Bucket, bits: Bits) -> NativeQuantisedCodec:
+        return NativeQuantisedCodec(bucket, bits)
 
     def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
         plan = self._plans[bucket.index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
-from onebit.exchange import Exchange
+from onebit.exchange import OneBitExchange
 from onebit.freeze import FreezeStep
 from onebit.guard import SwitchGuard
 from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
@@ -25,6 +25,9 @@ from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Ratio = Literal["sqrt", "variance", "momentum", "fixed"]
 
 
 class OneBitLamb(LayerwiseRate, OneBitOptimizer):
@@ -48,8 +51,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         factor_min, factor_max: hard bounds of the ratio, 0 < min <= max.
         factor_threshold: soft bound, the largest relative change of the ratio in a step, > 0; inf: none.
         codec: how momentum is sent, `onebit.OneBit(...)`.
-        ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), or "fixed" (stays 1: the
-            basic 1-bit LAMB the paper compares with).
+        ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), "momentum" (its norm at the
+            switch over its norm now, DEV-17: no fresh variance, so 4 bytes per parameter less), or "fixed" (stays 1:
+            the basic 1-bit LAMB the paper compares with).
         error_feedback: "unscaled" (as released), or "scaled" by the ratio of the step sizes (as analysed), which
             applies each step's coefficient in the next step (DEV-4). "none" drops what compression leaves out of each
             step: for comparisons only, since training then stalls or diverges.
@@ -87,7 +91,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
         codec: OneBit | None = None,
-        ratio: Literal["sqrt", "variance", "fixed"] = "sqrt",
+        ratio: Ratio = "sqrt",
         error_feedback: Literal["unscaled", "scaled", "none"] = "unscaled",
         variance_floor: float = 0.01,
         dead_elements: DeadElements = "hold",
@@ -113,8 +117,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         self._compression = Compression(
             freeze_step, total_steps, codec, variance_floor, dead_elements, scaled, state, guard, feedback
         )
-        self._ratio_form = check_in("ratio", ratio, ("sqrt", "variance", "fixed"))
-        self._ratio_bounds = (factor_min, factor_max, factor_threshold)
+        self._ratio_form = check_in("ratio", ratio, get_args(Ratio))
+        form: lamb.RatioForm = "variance" if ratio == "variance" else "sqrt"
+        self._ratio_rule = lamb.RatioRule(form, factor_min, factor_max, factor_threshold)
         self._scaled_error = error_feedback == "scaled"
         self._coeff_bias_correction = not shared if coeff_bias_correction is None else coeff_bias_correction
         super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
@@ -126,12 +131,16 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         return stats if self._exchange is None else {**stats, "ratios": self._by_layer("ratio")}
 
     def _settings(self) -> list[tuple[str, str]]:
-        named = [("ratio", self._ratio_form), ("ratio bounds", str(self._ratio_bounds))]
+        named = [("ratio", self._ratio_form), ("ratio rule", repr(self._ratio_rule))]
         return [*super()._settings(), *named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
 
     def _structure(self) -> list[tuple[str, str]]:
         named = [("error_feedback scaled", str(self._scaled_error))]
-        return [*super()._structure(), *named, ("ratio fixed", str(self._ratio_form == "fixed"))]
+        return [
+            *super()._structure(),
+            *named,
+            ("ratio's state", "fresh variance" if self._refreshes else self._ratio_form),
+        ]
 
     def _end_warmup(self) -> None:
         if self._coeff_bias_correction:
@@ -141,10 +150,14 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         if self._scaled_error:
             self._layerwise["coeff"].copy_(self._layerwise["coeff_avg"])
 
-    def _allocate_compressed(self) -> Exchange:
+    def _allocate_compressed(self) -> OneBitExchange:
         exchange = super()._allocate_compressed()
-        if self._ratio_form != "fixed":
+        assert self._layout is not None
+        if self._refreshes:
             self._add_flat("fresh_variance", self._flat["variance"].clone())
+        if self._ratio_form == "momentum":
+            norms = [run.norms(self._flat["momentum"][run.slice]) for run in self._layout.runs]
+            self._add_layerwise("switch_norm", 0.0).copy_(torch.cat(norms))
         self._add_layerwise("ratio", 1.0)
         if self._scaled_error:
             self._add_layerwise("step_size", 0.0)
@@ -154,17 +167,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         bucket, keep = step.codec.bucket, step.keep
         layers = {name: values[bucket.layer_slice] for name, values in self._layerwise.items()}
         if self._ratio_form != "fixed":
-            form: lamb.RatioForm = "variance" if self._ratio_form == "variance" else "sqrt"
-            quotient, norms = self._backend.measure(
-                step,
-                self._params()[bucket.layer_slice],
-                now,
-                self._momentum[bucket.index],
-                self._flat["variance"][bucket.slice],
-                self._flat["fresh_variance"][bucket.slice],
-                form,
-            )
-            ratio = lamb.next_ratio(quotient, layers["ratio"], norms, lamb.RatioRule(form, *self._ratio_bounds))
+            quotient, norms = self._raw_ratio(step, now, layers)
+            ratio = lamb.next_ratio(quotient, layers["ratio"], norms, self._ratio_rule)
             layers["ratio"].copy_(chosen(keep, ratio, layers["ratio"]))
         coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
         step_size = rates * (layers["coeff"] if self._scaled_error else coeff)
@@ -172,6 +176,30 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             layers["step_size"].copy_(chosen(keep, step_size, layers["step_size"]))
         layers["coeff"].copy_(chosen(keep, coeff, layers["coeff"]))
         return step_size
+
+    @property
+    def _refreshes(self) -> bool:
+        """Whether a variance is kept up in the compressed stage."""
+        return self._ratio_form in ("sqrt", "variance")
+
+    def _raw_ratio(self, step: BucketStep, now: Momentum, layers: dict[str, Tensor]) -> tuple[Tensor, lamb.Norms]:
+        """What the ratio of each layer of a bucket moves to, before clipping, and the norms that blend it."""
+        bucket = step.codec.bucket
+        if self._refreshes:
+            return self._backend.measure(
+                step,
+                self._params()[bucket.layer_slice],
+                now,
+                self._momentum[bucket.index],
+                self._flat["variance"][bucket.slice],
+                self._flat["fresh_variance"][bucket.slice],
+                self._ratio_rule.form,
+            )
+        norms = step.codec.layer_norms(now.messages, now.mask)
+        if step.scale is not None:
+            norms = norms / step.scale
+        quotient = torch.where(norms > 0, layers["switch_norm"] / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+        return quotient, lamb.Norms(norms, norms, norms)
 
     def _prepare_late_run(self, run: Run, m: Tensor, hyper: lamb.Hyper) -> bool:
         average, weight = (self._layerwise[name][run.layer_slice] for name in ("coeff_avg", "coeff_weight"))

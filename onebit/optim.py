@@ -13,13 +13,13 @@ import enum
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.averaging import Transport, mean_over_workers
+from onebit.averaging import BITS, QuantisedMean, Transport, mean_over_workers
 from onebit.backend import Backend, Gradient, Hypers, TorchBackend
 from onebit.checks import (
     check_group,
@@ -33,8 +33,9 @@ from onebit.checks import (
 from onebit.comm import Comm, check_same, default_comm
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
+from onebit.exchange import LateSource, TensorSource
 from onebit.kernels import choose
-from onebit.layout import FlatLayout
+from onebit.layout import Bucket, FlatLayout
 from onebit.version import __version__
 
 if TYPE_CHECKING:
@@ -77,11 +78,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)
-        self._transport: Transport = check_in("transport", transport, ("fp32", "bf16"))
+        self._transport: Transport = check_in("transport", transport, get_args(Transport))
         self._bucket_elements = bucket_elements
         self._flat: dict[str, Tensor] = {}  # state with one value per element
         self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
         self._averaged: Tensor | None = None
+        self._quantised: QuantisedMean | None = None  # through the warm-up, where gradients are sent as integers
         self._steps = self._skipped_steps = 0
         self._pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
         self._compared = False  # whether the workers were found to agree, since the start or the last load
@@ -167,10 +169,25 @@ class FlatOptimizer(torch.optim.Optimizer):
             "stage": self.stage.value,
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
+            "quantised": None if self._quantised is None else self._quantised.state(),
         }
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         self._steps, self._skipped_steps = extra["steps"], extra["skipped_steps"]
+        self._quantised = None if extra["quantised"] is None else self._start_quantised()
+        if self._quantised is not None:
+            if extra["rank"] == self.comm.rank:
+                self._quantised.load(extra["quantised"])
+            else:
+                self._warn_foreign_errors(extra["rank"])
+
+    def _warn_foreign_errors(self, rank: int) -> None:
+        log.warning(
+            "worker %d loaded the state that worker %d saved: the errors in it belong to another worker and were "
+            "set to zero; save and load on every worker to keep them",
+            self.comm.rank,
+            rank,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -233,6 +250,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not counts:
             return
         rates = hypers.rates(self._device)
+        if self._quantised is not None:
+            self._quantised.commit(keep)
         for bucket, gradient, (norms, _) in zip(self._layout.buckets, own, measured, strict=True):
             here, layers = bucket.slice, bucket.layer_slice
             step_size = self._step_sizes(layers, norms, rates[layers], keep)
@@ -283,10 +302,30 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._averaged is None:  # kept through the warm-up: fresh pages cost as much as filling them
             self._averaged = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
         g = self._averaged
+        if self._transport == "int8" or self._transport == "int4":
+            if self._quantised is None:
+                self._quantised = self._start_quantised()
+            self._quantised.take([self._late_gradient(bucket, grads) for bucket in self._layout.buckets], g)
+            return g
         for bucket in self._layout.buckets:
             self._backend.gather(bucket, grads[bucket.layer_slice], g[bucket.slice])
         mean_over_workers(g, self.comm, self._transport)
         return g
+
+    def _start_quantised(self) -> QuantisedMean:
+        assert self._layout is not None
+        bits = BITS[self._transport]
+        codecs = [self._backend.quantised_codec(bucket, bits) for bucket in self._layout.buckets]
+        return QuantisedMean(self._layout, codecs, self.comm)
+
+    def _late_gradient(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> LateSource:
+        return LateSource(lambda: TensorSource(self._gathered(bucket, grads)))
+
+    def _gathered(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradients that lie in a bucket, given those of all layers: [bucket], a new tensor."""
+        flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
+        self._backend.gather(bucket, grads[bucket.layer_slice], flat)
+        return flat
 
     def _skip(self) -> None:
         self._skipped_steps += 1
@@ -338,6 +377,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _structure(self) -> list[tuple[str, str]]:
         """What decides which state there is and how it lies in memory."""
         named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
+        named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
         named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
         return named + [
             (f"shape of {n}", str(tuple(p.shape))) for n, p in zip(self._names(), self._params(), strict=True)

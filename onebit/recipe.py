@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from onebit.averaging import BITS, Transport
 from onebit.errors import ConfigError
 from onebit.faults import sentence
 from onebit.freeze import AutoFreeze, Settling
@@ -27,10 +28,20 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 OptimizerName = Literal[
-    "lamb", "onebit-lamb", "lamb-basic-1bit", "adamw", "onebit-adam", "adam-1bit-gradient", "adam-1bit-update"
+    "lamb",
+    "onebit-lamb",
+    "lamb-basic-1bit",
+    "frozen-lamb",
+    "local-variance-lamb",
+    "adamw",
+    "onebit-adam",
+    "adam-1bit-gradient",
+    "adam-1bit-update",
+    "local-variance-adam",
 ]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-ONE_BIT: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if name not in ("lamb", "adamw"))
+ONE_STAGE = ("lamb", "adamw", "local-variance-lamb", "local-variance-adam")
+TWO_STAGES: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if name not in ONE_STAGE)
 ADAMS: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if "adam" in name)
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
@@ -95,7 +106,7 @@ class OptimizerSection(_Section):
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
-    warmup_transport: Literal["fp32", "bf16"] = "bf16"
+    warmup_transport: Transport = "bf16"
     freeze_step: Count | Fraction | Literal["auto"] | FreezeRule = 0.17
     preset: Literal["default", "paper"] = "default"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -185,9 +196,9 @@ class Recipe(_Section):
         return as_steps(self.train.lr_warmup, self.train.steps, least=0)
 
     @property
-    def one_bit(self) -> bool:
-        """Whether the optimizer has a compressed stage."""
-        return self.optimizer.name in ONE_BIT
+    def two_stages(self) -> bool:
+        """Whether the optimizer switches stages at `freeze_step`."""
+        return self.optimizer.name in TWO_STAGES
 
 
 def as_steps(value: int | float, steps: int, least: int) -> int:
@@ -303,7 +314,7 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         choose("train", "eval_every", max(1, math.ceil(train.steps / 10)), "ten evaluations a run")
     if isinstance(train.lr_warmup, float):
         choose("train", "lr_warmup", recipe.lr_warmup_steps, f"{train.lr_warmup:g} of {train.steps} steps")
-    if recipe.one_bit and isinstance(optimizer.freeze_step, float):
+    if recipe.two_stages and isinstance(optimizer.freeze_step, float):
         choose(
             "optimizer",
             "freeze_step",
@@ -311,7 +322,7 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
             f"{optimizer.freeze_step:g} of {train.steps} steps",
         )
     rule = recipe.freeze_rule
-    if recipe.one_bit and isinstance(rule, AutoFreeze):
+    if recipe.two_stages and isinstance(rule, AutoFreeze):
         watch = recipe._watch(rule)
         numbers = {"look_back": watch.look_back, "min_steps": watch.least, "max_steps": watch.most}
         changes["optimizer"]["freeze_step"] = {"threshold": rule.threshold, **numbers}
@@ -345,8 +356,13 @@ def _check(recipe: Recipe) -> None:
             f"train.lr_warmup is {train.lr_warmup}; it must not exceed the run of {train.steps} steps; "
             "lower it or raise train.steps"
         )
+    if opt.name == "adamw" and opt.warmup_transport in BITS:
+        raise ConfigError(
+            f"optimizer.warmup_transport is {opt.warmup_transport!r}; adamw averages its gradients in 'fp32' or "
+            "'bf16'; choose one of them"
+        )
     _check_rule(recipe)
-    if recipe.one_bit and recipe.freeze_step >= train.steps:
+    if recipe.two_stages and recipe.freeze_step >= train.steps:
         raise ConfigError(
             f"optimizer.freeze_step is {recipe.freeze_step}, beyond the run: it must be below train.steps, "
             f"which is {train.steps}; lower it or raise train.steps"

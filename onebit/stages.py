@@ -15,7 +15,7 @@ from onebit import lamb
 from onebit.checks import check_in, check_whole
 from onebit.codec import OneBit
 from onebit.errors import ConfigError
-from onebit.exchange import Exchange
+from onebit.exchange import OneBitExchange
 from onebit.freeze import AutoFreeze, FreezeStep, Settling, check_freeze_step
 from onebit.guard import LayerPreview, SwitchGuard, Watch, preview, sentence
 from onebit.kernels import pack_bits, unpack_bits
@@ -70,7 +70,7 @@ class TwoStages(FlatOptimizer):
     """A warm-up stage, a compressed stage, and the ways between; what the second one does is in `compressed.py`."""
 
     _compression: Compression
-    _exchange: Exchange | None = None
+    _exchange: OneBitExchange | None = None
     _freeze_at: int | None = None  # the update that ends this warm-up stage, where it is known
     _settling: Settling | None = None  # else the rule at work, from the first step on
     _watch: Watch | None = None
@@ -323,5 +323,5 @@ class TwoStages(FlatOptimizer):
     def _leave_compressed(self) -> None:
         raise NotImplementedError
 
-    def _compressed_step(self, exchange: Exchange) -> None:
+    def _compressed_step(self, exchange: OneBitExchange) -> None:
         raise NotImplementedError

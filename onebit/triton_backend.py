@@ -13,11 +13,13 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.backend import BucketStep, Gradient, Hypers, Momentum, bring_back, contiguous, flat_gradient
+from onebit.chunk_codec import ChunkCodec
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
 from onebit.kernels import triton as kernels
 from onebit.kernels.compact import Int8
 from onebit.layout import Bucket, FlatLayout
+from onebit.quantised import Bits, QuantisedCodec
 
 
 class TritonCodec(BucketCodec):
@@ -25,7 +27,6 @@ class TritonCodec(BucketCodec):
 
     def __init__(self, bucket: Bucket, codec: OneBit, device: torch.device, tile: int = kernels.TILE) -> None:
         super().__init__(bucket, codec, torch.float32, device)
-        self.device = device
         blocks = [[(a, b - a) for a, b in spans] for spans in self.spans]
         self.plan = kernels.Plan(bucket, blocks, self.head_bytes, self.message_bytes, device, tile)
 
@@ -68,7 +69,7 @@ class TritonSource:
     def __init__(self, worker: kernels.Worker) -> None:
         self._worker = worker
 
-    def encode(self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
+    def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, TritonCodec)
         shape = (codec.bucket.workers, codec.message_bytes)
         messages = torch.zeros(shape, dtype=torch.uint8, device=codec.device)
@@ -83,7 +84,7 @@ class TritonSource:
         return messages
 
     def commit(
-        self, codec: BucketCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
+        self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
         self._worker.commit(error, error_factor, codec.packed_alive, sent, keep)
 
@@ -98,6 +99,9 @@ class TritonBackend:
 
     def codec(self, bucket: Bucket, codec: OneBit) -> TritonCodec:
         return TritonCodec(bucket, codec, self._device, self._tile)
+
+    def quantised_codec(self, bucket: Bucket, bits: Bits) -> QuantisedCodec:
+        return QuantisedCodec(bucket, bits, torch.float32, self._device)
 
     def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
         plan = self._plans[bucket.index]

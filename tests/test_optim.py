@@ -437,7 +437,7 @@ def test_foreign_states_are_refused_or_named(caplog):
     [
         ({"codec": onebit.OneBit("block", 8)}, "codec is"),
         ({"codec": onebit.OneBit("bucket")}, "codec is"),
-        ({"ratio": "fixed"}, "ratio fixed is"),
+        ({"ratio": "fixed"}, "ratio.s state is"),
         ({"error_feedback": "scaled"}, "error_feedback scaled is"),
         ({"bucket_elements": 20}, "bucket_elements is"),
         ({"shape": 31}, "shape of parameter 0 is"),
@@ -626,7 +626,7 @@ def test_non_contiguous_parameters_are_updated_in_place():
         ({"coeff_beta": 1.0}, "coeff_beta is 1.0"),
         ({"factor_min": 5.0}, "factor_min, factor_max"),
         ({"factor_threshold": 0.0}, "factor_threshold"),
-        ({"ratio": "sqr"}, "'sqrt', 'variance', 'fixed'"),
+        ({"ratio": "sqr"}, "'sqrt', 'variance', 'momentum', 'fixed'"),
         ({"error_feedback": "off"}, "'unscaled', 'scaled', 'none'"),
         ({"dead_elements": "skip"}, "'hold', 'exchange'"),
         ({"variance_floor": 1.0}, "variance_floor is 1.0"),

@@ -79,7 +79,7 @@ def test_any_mapping_is_a_recipe_or_a_config_error(raw: dict[str, object]) -> No
         resolved, _ = resolve(recipe)
         assert resolve(resolved)[0] == resolved
         assert 1 <= resolved.lr_warmup_steps + 1 <= resolved.train.steps + 1
-        assert not resolved.one_bit or 1 <= resolved.freeze_step < resolved.train.steps
+        assert not resolved.two_stages or 1 <= resolved.freeze_step < resolved.train.steps
 
 
 def test_resolving_leaves_no_automatic_value_and_says_why() -> None:

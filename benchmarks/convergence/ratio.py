@@ -27,6 +27,8 @@ from torch import Tensor
 
 import onebit
 from onebit.comm import Comm
+from onebit.job import build_optimizer
+from onebit.recipe import parse
 
 EVERY = 25
 
@@ -89,8 +91,8 @@ class Shadow:
 def work(task: tasks.Task, study: dict[str, Any], seed: int, comm: Comm) -> list[dict[str, Any]]:
     with tasks._building:
         model = task.build(seed)
-    steps, settings = study["train"]["steps"], dict(study["optimizer"])
-    opt, _ = tasks._optimizer(model, settings, steps, comm)
+    steps = study["train"]["steps"]
+    opt, _ = build_optimizer(parse(study, {}), model, comm)
     assert isinstance(opt, onebit.OneBitLamb)
     params = [p for group in opt.param_groups for p in group["params"]]
     shadow, rise, rows = Shadow(params, tuple(study["optimizer"]["betas"])), round(0.05 * steps), []

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.averaging import average_gradients
 from onebit.comm import Comm, Solo, ring_all_reduce_bytes
-from onebit.recipe import parse
+from onebit.job import build_optimizer, lr_factor
+from onebit.recipe import Recipe, parse
 from onebit.text import prepare
 
 _building = threading.Lock()
@@ -106,30 +106,29 @@ def run(name: str, study: dict[str, Any], variant: dict[str, Any], seed: int) ->
     import json
 
     task = _task(name, json.dumps({"data": study["data"], "train": study["train"]}))
+    given = {f"optimizer.{key}": value for key, value in variant.items()}
+    recipe = parse(study, {**given, "train.seed": seed})
     began = time.perf_counter()
-    settings = {**study["optimizer"], **variant}
-    found = onebit.run_workers(study["train"]["workers"], lambda comm: _train(task, study, settings, seed, comm))
+    found = onebit.run_workers(study["train"]["workers"], lambda comm: _train(task, recipe, comm))
     return {
         **found[0],
         "seconds": time.perf_counter() - began,
         "versions": {"onebit": onebit.__version__, "torch": torch.__version__},
-        "recipe": {**study, "optimizer": settings, "train": {**study["train"], "seed": seed}},
+        "recipe": recipe.model_dump(mode="json", exclude={"variants"}),
     }
 
 
-def _train(task: Task, study: dict[str, Any], settings: dict[str, Any], seed: int, comm: Comm) -> dict[str, Any]:
+def _train(task: Task, recipe: Recipe, comm: Comm) -> dict[str, Any]:
     with _building:
-        model = task.build(seed)
-    steps = study["train"]["steps"]
-    optimizer, average = _optimizer(model, dict(settings), steps, comm)
-    rise = round(0.05 * steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: (t + 1) / rise if t < rise else 1 - (t - rise) / (steps - rise)
-    )
+        model = task.build(recipe.train.seed)
+    steps = recipe.train.steps
+    optimizer, average = build_optimizer(recipe, model, comm)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(recipe, step))
     for step in range(steps):
         optimizer.zero_grad()
-        task.loss(model, task.batch(comm.rank, step, seed)).backward()
-        average()
+        task.loss(model, task.batch(comm.rank, step, recipe.train.seed)).backward()
+        if average is not None:
+            average()
         optimizer.step()
         schedule.step()
     count = sum(p.numel() for p in model.parameters())
@@ -144,30 +143,3 @@ def _train(task: Task, study: dict[str, Any], settings: dict[str, Any], seed: in
         "freeze_step": getattr(optimizer, "freeze_step", None),
         "freeze_reason": getattr(optimizer, "freeze_reason", ""),
     }
-
-
-def _optimizer(
-    model: nn.Module, settings: dict[str, Any], steps: int, comm: Comm
-) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    """The variant's optimizer, and what averages gradients before its step."""
-    make, options = settings.pop("name"), settings.pop("options", {})
-    if isinstance(options.get("codec"), dict):
-        options = {**options, "codec": onebit.OneBit(**options["codec"])}
-    freeze, decay = settings.pop("freeze_step"), settings.pop("weight_decay", 0.01)
-    freeze = onebit.AutoFreeze() if freeze == "auto" else freeze
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    if make == "adamw":
-        params = list(model.parameters())
-        return torch.optim.AdamW(groups, **settings, **options), lambda: average_gradients(params, comm)
-    if make == "lamb":
-        return onebit.Lamb(groups, transport="bf16", comm=comm, **settings, **options), lambda: None
-    kind = onebit.OneBitAdam if make == "onebit-adam" else onebit.OneBitLamb
-    if settings.pop("preset", "default") == "paper":
-        options = {**onebit.PAPER, **options}
-    if make == "lamb-basic-1bit":
-        options = {"ratio": "fixed", **options}
-    common: dict[str, Any] = {"freeze_step": freeze, "total_steps": steps, "warmup_transport": "bf16"}
-    return kind(groups, comm=comm, **{**common, **settings, **options}), lambda: None

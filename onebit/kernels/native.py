@@ -29,6 +29,7 @@ from onebit.kernels.native_exchange import (
     worker_commit,
     worker_encode,
 )
+from onebit.kernels.native_quantise import dequantise, quantise
 from onebit.kernels.native_update import (
     apply,
     lamb_measure,
@@ -44,10 +45,12 @@ __all__ = [
     "TensorList",
     "apply",
     "decode",
+    "dequantise",
     "gather",
     "isa",
     "isas",
     "lamb_measure",
+    "quantise",
     "server_commit",
     "server_encode",
     "sum_squares",

@@ -1,0 +1,52 @@
+"""`LocalVarianceAdam`: Adam at one bit per parameter from the first step on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from onebit.codec import OneBit
+from onebit.comm import Comm
+from onebit.local_variance import LocalSettings, LocalVariance, Schedule
+from onebit.optim import DEFAULT_BUCKET_ELEMENTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class LocalVarianceAdam(LocalVariance):
+    """Adam whose workers exchange one bit per parameter at every step, and no gradient in full precision at any.
+
+    As `LocalVarianceLamb` without its trust ratio: x -= lr (m / (sqrt(v) + eps) + weight_decay x), as AdamW. Adam's
+    step has the length that the variance gives it, and the squares of one worker's gradients are larger than that of
+    their mean. So each worker first averages its gradients over about n steps, which makes their squares as large as
+    those of the mean of n workers: 4 bytes per parameter more.
+
+    Args:
+        params, lr, betas, eps, weight_decay, process_group, comm, codec, schedule, variance_floor, bucket_elements: as
+            in `LocalVarianceLamb`.
+        bias_correction: of both moments, as in AdamW; off, as in `OneBitAdam`.
+
+    Raises:
+        ConfigError: a value outside what is listed there.
+        MismatchError: as in `onebit.Lamb`.
+    """
+
+    _smooth = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = False,
+        process_group: ProcessGroup | None = None,
+        comm: Comm | None = None,
+        codec: OneBit | None = None,
+        schedule: Schedule | None = None,
+        variance_floor: float = 0.01,
+        bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+    ) -> None:
+        how = LocalSettings(codec, schedule, variance_floor, bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)

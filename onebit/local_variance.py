@@ -1,0 +1,353 @@
+"""One bit per parameter from the first step on: what `LocalVarianceLamb` and `LocalVarianceAdam` share.
+
+Every worker keeps the moving average of its own squared gradients. Their mean over the workers, v, is exchanged at a
+few steps only, 1, 2, 4, ... apart, as 8-bit logarithms; between them v is constant and equal on all workers. What is
+compressed is the momentum over sqrt(v). So nothing is ever frozen for good, and nothing but those few means costs more
+than a bit. Ours; where the numbers come from: docs/log.md.
+
+  symbol  name         shape      same on all workers  saved  meaning
+  v_i     own          [numel]    no                   own    moving average of this worker's squared gradients
+  d       denominator  [numel]    yes                  yes    sqrt(v) + eps, v the last mean, with floor
+  z       momentum     [numel]    yes                  yes    momentum over d: signs and scales; numbers as d changes
+  -       errors       [numel]    no                   own    of the exchange, over d too; times d_old / d at a change
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onebit import lamb
+from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded
+from onebit.checks import check_whole
+from onebit.codec import OneBit
+from onebit.comm import Comm
+from onebit.errors import ConfigError
+from onebit.exchange import LateSource, OneBitExchange
+from onebit.layout import Bucket
+from onebit.logarithms import mean_variance
+from onebit.optim import FlatOptimizer, Stage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """At which updates the variance is exchanged: the first, then `per_interval` times each after 1, 2, 4, ... updates.
+
+    Args:
+        per_interval: how often each interval is used before it doubles, >= 1.
+        longest: the longest interval, in updates, >= 1.
+
+    Raises:
+        ConfigError: one of them is no whole number, at least 1.
+    """
+
+    per_interval: int = 4
+    longest: int = 1000
+
+    def __post_init__(self) -> None:
+        check_whole("Schedule per_interval", self.per_interval, 1)
+        check_whole("Schedule longest", self.longest, 1)
+
+    def interval(self, done: int) -> int:
+        """Updates from exchange number `done`, counted from 1, to the next one."""
+        doublings = (done - 1) // self.per_interval
+        return self.longest if doublings >= self.longest.bit_length() else min(2**doublings, self.longest)
+
+    def count(self, updates: int) -> int:
+        """How many exchanges a run of so many updates makes."""
+        done, at = 0, 1
+        while at <= updates:
+            done += 1
+            at += self.interval(done)
+        return done
+
+
+class LocalSettings:
+    """What both optimizers are told, checked; the defaults are in their docstrings."""
+
+    def __init__(
+        self, codec: OneBit | None, schedule: Schedule | None, variance_floor: float, bias_correction: bool
+    ) -> None:
+        if not 0 <= variance_floor < 1:
+            raise ConfigError(f"variance_floor is {variance_floor}; it must lie in [0, 1)")
+        if not isinstance(bias_correction, bool):
+            raise ConfigError(f"bias_correction is {bias_correction!r}; it must be True or False")
+        self.codec = OneBit(scale="bucket") if codec is None else codec
+        self.schedule = Schedule() if schedule is None else schedule
+        self.variance_floor, self.bias_correction = variance_floor, bias_correction
+
+
+class LocalVariance(FlatOptimizer):
+    """What both share. A subclass says how far each layer goes (`_compressed_step_sizes`)."""
+
+    _exchange: OneBitExchange | None = None
+    _smooth = False
+    """Whether v_i is of gradients averaged over about n steps, whose squares are as large as those of the mean."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        process_group: ProcessGroup | None,
+        comm: Comm | None,
+        bucket_elements: int | None,
+        how: LocalSettings,
+    ) -> None:
+        self._how = how
+        self._syncs = 0  # exchanges of the variance, since the start or since `resync`
+        self._next_sync = 1  # the update that the next one belongs to
+        super().__init__(params, lr, betas, eps, weight_decay, "fp32", process_group, comm, bucket_elements)
+
+    # -- what users read and do ------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.COMPRESSED
+
+    def stats(self) -> dict[str, Any]:
+        """As of every optimizer here; next_sync, the update at which the variance is exchanged next; and from the first
+        step on the norms of momentum / sqrt(v), of this worker's error and of its server error, in the same units."""
+        stats = {**super().stats(), "next_sync": self._next_sync}
+        if self._exchange is not None:
+            momentum = torch.cat([self._numbers(bucket) for bucket in self._exchange.layout.buckets])
+            for name, flat in [
+                ("momentum_norm", momentum),
+                ("worker_error_norm", self._exchange.worker_error),
+                ("server_error_norm", self._exchange.server_error),
+            ]:
+                stats[name] = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        return stats
+
+    def resync(self) -> None:
+        """Exchange the variance at the next update and begin again with short intervals: for a new batch size,
+        sequence length or data. Every worker must call it at the same step."""
+        self._settle()
+        self._next_sync, self._syncs = self._steps + 1, 0
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        assert self._layout is not None
+        assert self._exchange is not None
+        exchange, grads, hypers = self._exchange, self._gradients(), self._hypers()
+        if not self._primed and not self._prime(grads, hypers):
+            return
+        corrected = self._corrected(hypers)
+        steps, means = [], []
+        for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
+            step = BucketStep(codec, corrected, None, self._steps + 1)
+            steps.append(step)
+            means.append(exchange.start(bucket, self._late_source(step, grads)))
+        for mean in means:
+            mean.serve()
+        gathered = [mean.gather() for mean in means]
+        counts, keep = self._verdict([mean.usable for mean in means], self._may_defer())
+        if not counts:
+            return
+        rates = corrected.rates(self._device)
+        for step, mean, messages in zip(steps, means, gathered, strict=True):
+            mean.commit(keep)
+            if self._steps > 1:  # the first gradient is in it, for the first exchange needs it
+                self._follow(mean.bucket, grads, hypers, keep)
+            self._update(step.keeping(keep), messages, rates)
+        if self._steps >= self._next_sync:
+            self._settle()
+            if self._steps >= self._next_sync:
+                self._sync()
+
+    def _may_defer(self) -> bool:
+        return super()._may_defer() and not any(isinstance(m, Tensor) for m in self._momentum)
+
+    def _update(self, step: BucketStep, messages: Tensor, rates: Tensor) -> None:
+        """Everyone's part on one bucket."""
+        codec = step.codec
+        bucket, before = codec.bucket, self._momentum[codec.bucket.index]
+        now = Momentum(messages, codec.packed_alive)
+        layers = self._params()[bucket.layer_slice]
+        size = self._compressed_step_sizes(step, now, rates[bucket.layer_slice])
+        self._backend.apply(step, layers, now, self._ones[: bucket.numel], size)
+        if step.keep is not None and isinstance(before, Momentum):
+            now = Momentum(chosen(step.keep, messages, before.messages), now.mask)
+        self._momentum[bucket.index] = now
+
+    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+        """What the directions of a bucket's layers are multiplied by, [layers of the bucket]; `rates`: lr of each."""
+        return rates
+
+    def _corrected(self, hypers: Hypers) -> Hypers:
+        """The same for a direction z: (z / w + weight_decay x) lr is (z + weight_decay w x) lr / w.
+
+        w is what is missing in the first updates: with bias correction the momentum's weight, else the root of the
+        variance's, since v has that correction and AdamW and LAMB without it do not.
+        """
+        assert self._layout is not None
+        groups = []
+        for hyper in (self._hyper(group) for group in self.param_groups):
+            weight = self._weight(hyper, self._steps + 1)
+            decay = hyper.weight_decay * weight
+            groups.append(replace(hyper, lr=hyper.lr / weight, eps=0.0, weight_decay=decay))
+        return Hypers(self._layout, groups)
+
+    def _weight(self, hyper: lamb.Hyper, step: int) -> float:
+        return 1 - hyper.beta1**step if self._how.bias_correction else math.sqrt(1 - hyper.beta2**step)
+
+    def _scaled(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """This worker's gradients over d, one per layer; nan where a square is not finite, for all workers to see."""
+        g = self._gathered(bucket, grads)
+        g = torch.where(torch.isfinite(g * g), g / self._flat["denominator"][bucket.slice], math.nan)
+        return [g[a.start - bucket.start : a.stop - bucket.start].view(a.shape) for a in bucket.layers]
+
+    def _late_source(self, step: BucketStep, grads: Sequence[Tensor | None]) -> LateSource:
+        """The worker's part: (1 - beta1) g / d + beta1 z, computed where it is needed."""
+        bucket = step.codec.bucket
+        momentum = self._momentum[bucket.index]
+        return LateSource(lambda: self._backend.source(step, self._scaled(bucket, grads), momentum, None))
+
+    # -- the variance ----------------------------------------------------------------------------------------
+
+    @property
+    def _primed(self) -> bool:
+        """Whether there is a variance."""
+        return self._steps > 0
+
+    def _prime(self, grads: Sequence[Tensor | None], hypers: Hypers) -> bool:
+        """Before the first update: a variance from the first gradients. False: they are not finite, skipped."""
+        assert self._layout is not None
+        for flat in (self._own, self._smoothed):
+            if flat is not None:
+                flat.zero_()
+        for bucket in self._layout.buckets:
+            self._follow(bucket, grads, hypers, None)
+        if self._renew():
+            return True
+        self._skip()
+        return False
+
+    def _follow(self, bucket: Bucket, grads: Sequence[Tensor | None], hypers: Hypers, keep: Tensor | None) -> None:
+        """Let this worker's own variance follow its gradients."""
+        assert self._layout is not None
+        g, own = self._gathered(bucket, grads), self._own[bucket.slice]
+        if self._smoothed is not None:
+            smooth, beta = self._smoothed[bucket.slice], (self.comm.size - 1) / (self.comm.size + 1)
+            new = smooth * beta + g * (1 - beta)
+            smooth.copy_(chosen(keep, new, smooth))
+            g = new / (1 - beta ** max(1, self._steps))
+        for run, here in self._layout.runs_in(bucket):
+            beta2 = hypers.of(run).beta2
+            new = (own[here] * beta2).addcmul_(g[here], g[here], value=1 - beta2)
+            own[here] = chosen(keep, new, own[here])
+
+    def _sync(self) -> None:
+        """After an update that the schedule names: exchange the variance, and bring momentum and errors to it."""
+        assert self._exchange is not None
+        before = self._flat["denominator"].clone()
+        numbers = [self._numbers(bucket) for bucket in self._exchange.layout.buckets]
+        if not self._renew():
+            raise AssertionError("the workers' variances are not finite, though every gradient's square was")
+        factor = before / self._flat["denominator"]
+        self._exchange.worker_error.mul_(factor)
+        for bucket, z in zip(self._exchange.layout.buckets, numbers, strict=True):
+            mine = factor[bucket.slice].view(bucket.workers, -1)[self.comm.rank]
+            self._exchange.server_error[self._exchange.server_slice(bucket)] *= mine
+            self._momentum[bucket.index] = z.mul_(factor[bucket.slice])
+
+    def _renew(self) -> bool:
+        """The mean of the workers' variances becomes v. False: it is not finite, and nothing was changed."""
+        assert self._layout is not None
+        assert self._exchange is not None
+        own, updates = self._own.clone(), max(1, self._steps)
+        for run in self._layout.runs:
+            own[run.slice] /= 1 - float(self.param_groups[run.group]["betas"][1]) ** updates
+        mean = mean_variance(own, self._layout, self.comm)
+        if mean is None:
+            return False
+        alive = mean > 0
+        for run, group in ((run, self.param_groups[run.group]) for run in self._layout.runs):
+            v = mean[run.slice]
+            lamb.freeze_variance(v, ~alive[run.slice], run, self._how.variance_floor)
+            d = v.sqrt().add_(float(group["eps"]))
+            self._flat["denominator"][run.slice] = torch.where(d > 0, d, 1.0)
+        for view, out in zip(self._layout.views(alive), self._layout.views(self._alive), strict=True):
+            out.copy_(view)
+        self._exchange.set_alive(self._alive)
+        self._syncs += 1
+        self._next_sync = updates + self._how.schedule.interval(self._syncs)
+        return True
+
+    def _numbers(self, bucket: Bucket) -> Tensor:
+        """A bucket's momentum over d as numbers, [bucket]; not to be written to."""
+        assert self._exchange is not None
+        return decoded(self._exchange.codecs[bucket.index], self._momentum[bucket.index], None)
+
+    # -- set-up, comparing, saving ---------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        assert self._layout is not None
+        for kind in [self._flat, *(self.state[p] for p in self._params())]:
+            kind.pop("momentum"), kind.pop("variance")
+        self._add_flat("denominator").fill_(1.0)
+        codecs = [self._backend.codec(bucket, self._how.codec) for bucket in self._layout.buckets]
+        self._exchange = OneBitExchange(self._layout, None, self.comm, self._dtype, self._device, codecs)
+        self._own = self._layout.zeros(self._dtype, self._device)
+        self._smoothed = torch.zeros_like(self._own) if self._smooth else None
+        self._alive = torch.ones_like(self._own, dtype=torch.bool)  # padding counts as alive
+        kept = torch.bfloat16 if self._dtype is torch.float32 else self._dtype
+        self._ones = torch.ones(max(b.numel for b in self._layout.buckets), dtype=kept, device=self._device)
+        self._momentum: list[Momentum | Tensor] = [torch.zeros_like(self._own[b.slice]) for b in self._layout.buckets]
+
+    def _settings(self) -> list[tuple[str, str]]:
+        named = [("schedule", repr(self._how.schedule)), ("variance_floor", str(self._how.variance_floor))]
+        named += [
+            ("bias_correction", str(self._how.bias_correction)),
+            ("next variance", str(self._next_sync)),
+        ]
+        return [*super()._settings(), *named]
+
+    def _structure(self) -> list[tuple[str, str]]:
+        return [*super()._structure(), ("codec", repr(self._how.codec)), ("smoothed gradients", str(self._smooth))]
+
+    def _extra_state(self) -> dict[str, Any]:
+        extra = {**super()._extra_state(), "syncs": self._syncs, "next_sync": self._next_sync}
+        if self._exchange is None:
+            return extra
+        extra |= {name: getattr(self, f"_{name}") for name in ("own", "smoothed", "alive")}
+        extra |= {name: getattr(self._exchange, name) for name in ("worker_error", "server_error")}
+        extra["momentum"] = [m if isinstance(m, Tensor) else (m.messages, m.mask) for m in self._momentum]
+        return extra
+
+    def _load_extra_state(self, extra: dict[str, Any]) -> None:
+        super()._load_extra_state(extra)
+        self._syncs, self._next_sync = extra["syncs"], extra["next_sync"]
+        if self._exchange is None or "momentum" not in extra:
+            return
+        self._alive.copy_(extra["alive"])
+        self._exchange.set_alive(self._alive)
+        self._momentum = [self._loaded(m) for m in extra["momentum"]]
+        if extra["rank"] != self.comm.rank:
+            self._warn_foreign_errors(extra["rank"])
+        own = extra["rank"] == self.comm.rank
+        for mine, saved in [
+            (self._own, extra["own"]),
+            (self._smoothed, extra["smoothed"]),
+            *((getattr(self._exchange, name), extra[name]) for name in ("worker_error", "server_error") if own),
+        ]:
+            if mine is not None:
+                mine.copy_(saved)
+
+    def _loaded(self, saved: Tensor | tuple[Tensor, Tensor | None]) -> Momentum | Tensor:
+        if isinstance(saved, Tensor):
+            return saved.to(self._device).clone()
+        messages, mask = saved
+        return Momentum(messages.to(self._device).clone(), None if mask is None else mask.to(self._device).clone())
