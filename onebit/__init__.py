@@ -14,6 +14,7 @@ from onebit.optim import Stage
 from onebit.presets import PAPER
 from onebit.version import __version__ as __version__
 from onebit.virtual import run_workers
+from onebit.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "PAPER",
@@ -32,5 +33,6 @@ __all__ = [
     "Schedule",
     "Stage",
     "SwitchGuard",
+    "ZeroOneAdam",
     "run_workers",
 ]

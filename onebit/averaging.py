@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onebit.checks import check_in
 from onebit.comm import Comm
-from onebit.exchange import BucketMean, Exchange, Source
+from onebit.exchange import BucketMean, Exchange, Source, write_error
 from onebit.layout import FlatLayout
 from onebit.quantised import Bits, QuantisedCodec
 
@@ -83,6 +83,14 @@ class QuantisedMean:
         """Keep what was not sent, if the step counts. `keep`: bool [] where only the device knows."""
         for mean in self._under_way:
             mean.commit(keep)
+
+    def hand_over(self, to: Exchange[Any], factor: Tensor) -> None:
+        """What was not sent yet becomes the errors of another exchange of the same layout, times `factor`, [numel]."""
+        for bucket, codec in zip(self.exchange.layout.buckets, to.codecs, strict=True):
+            here, mine = to.server_slice(bucket), factor[bucket.slice].view(bucket.workers, -1)[to.comm.rank]
+            left = self.exchange.worker_error[bucket.slice] * factor[bucket.slice]
+            write_error(to.errors[bucket.index], left, None, codec.alive)
+            torch.mul(self.exchange.server_error[here], mine, out=to.server_error[here])
 
     def state(self) -> dict[str, Any]:
         """This worker's errors."""

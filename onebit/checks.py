@@ -28,6 +28,27 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
 
 
+def as_updates(name: str, value: int | float, total_steps: int | None) -> int:
+    """A number of updates, >= 1, from a whole number, or from a share of `total_steps` in (0, 1).
+
+    Raises:
+        ConfigError: it is neither, or a share of a run whose length is not known.
+    """
+    if total_steps is not None:
+        check_whole("total_steps", total_steps, 1)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value >= 1 if isinstance(value, int) else 0 < value < 1):
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a whole number of updates, at least 1, or a share of total_steps between "
+            "0 and 1"
+        )
+    if isinstance(value, int):
+        return value
+    if total_steps is None:
+        raise ConfigError(f"{name} is {value}, a share of the run; say how long that is: total_steps=...")
+    return max(1, round(value * total_steps))
+
+
 def layer_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """The names that the parameters were given with, in flat order; "parameter 0" and so on without any."""
     named = [name for group in optimizer.param_groups for name in group.get("param_names", [])]

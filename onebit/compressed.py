@@ -20,7 +20,7 @@ from onebit.checks import checksum
 from onebit.codec import BucketCodec
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
-from onebit.exchange import OneBitExchange, write_error
+from onebit.exchange import OneBitExchange
 from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, Run
 from onebit.optim import Stage
@@ -148,19 +148,14 @@ class OneBitOptimizer(TwoStages):
         """What a quantised warm-up did not send yet goes out with the momentum: (1 - beta1) times those errors."""
         if self._quantised is None:
             return
-        assert self._layout is not None
-        left, hypers = self._quantised.exchange, self._hypers()
-        self._quantised = None
-        shares = [1 - hypers.of(run).beta1 for run in self._layout.runs for _ in run.layers]
-        factor = torch.tensor(shares, dtype=self._dtype, device=self._device)
+        left, hypers, self._quantised = self._quantised, self._hypers(), None
         scales = self._layerwise.get("momentum_scale")
-        factor = factor if scales is None else factor * scales
-        for bucket, codec in zip(self._layout.buckets, exchange.codecs, strict=True):
-            spread = codec.spread_layers(factor[bucket.layer_slice], 0.0)
-            write_error(exchange.errors[bucket.index], left.worker_error[bucket.slice] * spread, None, codec.alive)
-            here = exchange.server_slice(bucket)
-            mine = spread.view(bucket.workers, -1)[self.comm.rank]
-            torch.mul(left.server_error[here], mine, out=exchange.server_error[here])
+        factor = torch.zeros_like(self._flat["momentum"])
+        for run in exchange.layout.runs:
+            factor[run.slice] = 1 - hypers.of(run).beta1
+            if scales is not None:
+                factor[run.slice] *= run.spread(scales[run.layer_slice])
+        left.hand_over(exchange, factor)
 
     def _leave_compressed(self) -> None:
         """Back to the state of a warm-up stage: the momentum as numbers, with the errors of all workers folded in.

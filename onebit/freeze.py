@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onebit.checks import check_whole
+from onebit.checks import as_updates, check_whole
 from onebit.errors import ConfigError
 
 CHECKS_PER_LOOK_BACK = 10
@@ -67,26 +67,11 @@ def check_freeze_step(freeze_step: FreezeStep, total_steps: int | None) -> int |
     Raises:
         ConfigError: it is none of these.
     """
+    if not isinstance(freeze_step, AutoFreeze):
+        return as_updates("freeze_step", freeze_step, total_steps)
     if total_steps is not None:
         check_whole("total_steps", total_steps, 1)
-    if isinstance(freeze_step, AutoFreeze):
-        return freeze_step
-    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int | float):
-        wrong = True
-    elif isinstance(freeze_step, int):
-        wrong = freeze_step < 1
-    else:
-        wrong = not 0 < freeze_step < 1
-    if wrong:
-        raise ConfigError(
-            f"freeze_step is {freeze_step!r}; it must be a whole number of updates, at least 1, or a share of "
-            "total_steps between 0 and 1, or AutoFreeze(...)"
-        )
-    if isinstance(freeze_step, int):
-        return freeze_step
-    if total_steps is None:
-        raise ConfigError(f"freeze_step is {freeze_step}, a share of the run; say how long that is: total_steps=...")
-    return max(1, round(freeze_step * total_steps))
+    return freeze_step
 
 
 class Settling:

@@ -23,6 +23,7 @@ from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.frozen_lamb import FrozenLamb
 from onebit.layerwise import layer_stats
+from onebit.local_variance import LocalVariance
 from onebit.optim import FlatOptimizer
 from onebit.recipe import OptimizerName, Recipe
 from onebit.report import Display, Metrics, Summary
@@ -40,7 +41,7 @@ OWN_KEYS = {
     "warmup_transport": "optimizer.warmup_transport",
 }
 PASSED_ON = (
-    *("betas", "eps", "warmup_transport", "min_coeff", "max_coeff", "coeff_beta"),
+    *("betas", "eps", "min_coeff", "max_coeff", "coeff_beta"),
     *("factor_min", "factor_max", "factor_threshold"),
 )
 """Keys of [optimizer] that optimizers know by the same name, if at all."""
@@ -56,6 +57,7 @@ OPTIMIZERS: dict[OptimizerName, type[torch.optim.Optimizer]] = {
     "adam-1bit-gradient": mistakes.CompressedGradientAdam,
     "adam-1bit-update": mistakes.CompressedUpdateAdam,
     "local-variance-adam": onebit.LocalVarianceAdam,
+    "zero-one-adam": onebit.ZeroOneAdam,
 }
 
 _building = threading.Lock()  # weights are drawn from torch's global generator, which threads share
@@ -120,7 +122,10 @@ class Job:
     @property
     def _stage(self) -> str:
         """Of the step to come."""
-        return self.optimizer.stage.value if isinstance(self.optimizer, OneBitOptimizer) else UNCOMPRESSED
+        optimizer = self.optimizer
+        if isinstance(optimizer, OneBitOptimizer | LocalVariance | onebit.ZeroOneAdam):
+            return optimizer.stage.value
+        return UNCOMPRESSED
 
     def _at_switch(self, number: int) -> bool:
         """Whether step `number`, the last one, ended the warm-up stage.
@@ -138,8 +143,11 @@ class Job:
         return every
 
     def _compare(self, what: str) -> None:
-        """Raise MismatchError with the first layer whose weights differ between workers. A collective."""
-        if self.comm.size > 1:
+        """Raise MismatchError with the first layer whose weights differ between workers. A collective.
+
+        Not while 0/1 Adam makes local steps, which take them apart.
+        """
+        if self.comm.size > 1 and getattr(self.optimizer, "in_sync", True):
             check_same(self.comm, what, fingerprints(self.parameters, self.names))
 
     def _now(self) -> float:
@@ -317,7 +325,8 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     make = OPTIMIZERS[chosen.name]
     known = inspect.signature(make).parameters
     settings = {"lr": recipe.lr, "comm": comm, "freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
-    settings |= {"transport": chosen.warmup_transport} | {name: getattr(chosen, name) for name in PASSED_ON}
+    settings |= {"transport": recipe.transport, "warmup_transport": recipe.transport}
+    settings |= {name: getattr(chosen, name) for name in PASSED_ON}
     settings |= onebit.PAPER if chosen.preset == "paper" else {}
     if chosen.name == "lamb-basic-1bit":
         settings["ratio"] = "fixed"
@@ -325,7 +334,7 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     if isinstance(optimizer, FlatOptimizer):
         return optimizer, None
     parameters = [p for _, p in named]
-    return optimizer, lambda: average_gradients(parameters, comm, chosen.warmup_transport)
+    return optimizer, lambda: average_gradients(parameters, comm, recipe.transport)
 
 
 def _built(make: Any, groups: Any, common: dict[str, Any], options: dict[str, Any]) -> torch.optim.Optimizer:

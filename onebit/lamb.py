@@ -22,8 +22,9 @@ docs/paper_map.md (only lines 15-21 are known by number); DEV-n are the departur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -43,6 +44,18 @@ class Hyper:
     beta2: float
     eps: float
     weight_decay: float
+
+
+def bias_corrected(hyper: Hyper, updates: int, variance_updates: int) -> Hyper:
+    """Adam's bias correction as other numbers in the same formula: m / c1 / (sqrt(v / c2) + eps) is
+    sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)), and weight decay must not be scaled with it.
+
+    Args:
+        updates, variance_updates: how many gradients are in the momentum and in the variance, >= 1.
+    """
+    root = math.sqrt(1 - hyper.beta2**variance_updates)
+    factor = root / (1 - hyper.beta1**updates)
+    return replace(hyper, lr=hyper.lr * factor, eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor)
 
 
 @dataclass(frozen=True)

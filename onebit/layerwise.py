@@ -18,7 +18,8 @@ def layer_stats(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
     Returns:
         Kind -> values; empty before the first step. Kinds that the optimizer does not have are left out.
 
-        variance_norm: L1 norm of the variance; in the compressed stage of the fresh one, else of the frozen one.
+        variance_norm: L1 norm of the variance; in the compressed stage of the fresh one, else of the frozen one; of a
+            local variance the last mean.
             Elements that never had a gradient count as zero, not as what stands in for them (DEV-10).
         frozen_variance_norm: the same of the frozen variance. Compressed stage only, as all that follow but one, and
             only of an optimizer that freezes it.
@@ -43,14 +44,17 @@ def _of_ours(optimizer: Any) -> dict[str, list[float]]:
     if layout is None:
         return {}
     exchange = getattr(optimizer, "_exchange", None)
-    frozen = exchange is not None and optimizer.sends_momentum
+    frozen = exchange is not None and getattr(optimizer, "sends_momentum", False)
     alive = None if exchange is None else exchange.alive
 
-    def sums(kind: str) -> Tensor:
-        values = flat[kind] if alive is None else flat[kind] * alive
+    def sums(kind: str, power: int = 1) -> Tensor:
+        values = flat[kind] ** power if alive is None else flat[kind] ** power * alive
         return torch.stack([view.sum(dtype=torch.float64) for view in layout.views(values)])
 
-    found = {"variance_norm": sums("fresh_variance" if "fresh_variance" in flat else "variance")}
+    if "denominator" in flat:
+        found = {"variance_norm": sums("denominator", 2)}
+    else:
+        found = {"variance_norm": sums("fresh_variance" if "fresh_variance" in flat else "variance")}
     if frozen:
         found["frozen_variance_norm"] = sums("variance")
     for kind, name in (("coefficient", "coeff"), ("ratio", "ratio"), ("momentum_scale", "momentum_scale")):

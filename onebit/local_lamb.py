@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
+from onebit.averaging import Transport
 from onebit.backend import BucketStep, Momentum, chosen
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
-from onebit.layerwise_rate import coefficient_rule
+from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
 from onebit.local_variance import LocalSettings, LocalVariance, Schedule
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 
@@ -20,19 +21,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LocalVarianceLamb(LocalVariance):
-    """LAMB whose workers exchange one bit per parameter at every step, and no gradient in full precision at any.
+class LocalVarianceLamb(LayerwiseRate, LocalVariance):
+    """LAMB whose workers exchange one bit per parameter, with a variance that does not grow old.
 
-    Each worker averages its own squared gradients; their mean over the workers, the variance, is exchanged at few steps
-    (`Schedule`) in 8 bits per parameter. The momentum over the root of the variance is compressed with error feedback,
-    and the trust ratio is that of the compressed update. LAMB's learning rate can be kept.
+    For `warmup_steps` updates it is `Lamb` on gradients that are averaged as 4-bit integers with error feedback
+    (warm-up stage). Meanwhile and ever after each worker averages its own squared gradients; their mean over the
+    workers, the variance, is exchanged at few steps (`Schedule`) in 8 bits per parameter. The momentum over the root of
+    the variance is sent as signs and scales with error feedback (compressed stage), and the trust ratio is that of the
+    compressed update. LAMB's learning rate can be kept.
     Gradients must not be averaged by anyone else: use it without DDP's averaging.
 
     Args:
         params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm, bucket_elements: as in `Lamb`.
-        trust_gain: factor on the clipped trust ratio, > 0. What one bit adds to the update makes it longer, hence the
-            ratio smaller than LAMB's; 1.5 makes up for it (docs/log.md).
-        bias_correction: of the momentum; off, as in `Lamb`.
+        trust_gain: factor on the clipped trust ratio in the compressed stage, > 0. What one bit adds to the update
+            makes it longer, hence the ratio smaller than LAMB's (docs/log.md).
+        warmup_steps: updates of the warm-up, >= 1; or a share of `total_steps`, in (0, 1).
+        warmup_transport: how gradients are averaged in it, "fp32", "bf16", "int8" or "int4".
+        total_steps: updates of the whole run, where a share of it is asked for.
         codec: how momentum is sent, `onebit.OneBit(...)`; None: one scale per bucket, since over sqrt(v) the layers
             have much the same size.
         schedule: when the variance is exchanged; None: `onebit.Schedule()`.
@@ -53,7 +58,9 @@ class LocalVarianceLamb(LocalVariance):
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
         trust_gain: float = 1.5,
-        bias_correction: bool = False,
+        warmup_steps: int | float = 100,
+        warmup_transport: Transport = "int4",
+        total_steps: int | None = None,
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
         codec: OneBit | None = None,
@@ -63,20 +70,12 @@ class LocalVarianceLamb(LocalVariance):
     ) -> None:
         if not 0 < trust_gain < float("inf"):
             raise ConfigError(f"trust_gain is {trust_gain}; it must be above 0 and finite")
-        self._coeff_rule, self._gain = coefficient_rule(min_coeff, max_coeff, 0.0), trust_gain
-        how = LocalSettings(codec, schedule, variance_floor, bias_correction)
-        super().__init__(params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
-
-    def stats(self) -> dict[str, Any]:
-        """As of every optimizer with a local variance, and coefficients, {layer name: last coefficient}."""
-        return {**super().stats(), "coefficients": self._by_layer("coeff")}
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        self._add_layerwise("coeff", 0.0)
+        self._coeff_rule, self._gain = coefficient_rule(min_coeff, max_coeff, coeff_beta=0.9), trust_gain
+        how = LocalSettings(warmup_steps, total_steps, warmup_transport, codec, schedule, variance_floor)
+        LocalVariance.__init__(self, params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
 
     def _settings(self) -> list[tuple[str, str]]:
-        return [*super()._settings(), ("coefficient rule", repr(self._coeff_rule)), ("trust_gain", str(self._gain))]
+        return [*super()._settings(), ("trust_gain", str(self._gain))]
 
     def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
         bucket, coeff = step.codec.bucket, self._layerwise["coeff"][step.codec.bucket.layer_slice]

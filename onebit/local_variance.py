@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
+from onebit.averaging import Transport
 from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded
-from onebit.checks import check_whole
+from onebit.checks import as_updates, check_whole
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
-from onebit.exchange import LateSource, OneBitExchange
+from onebit.exchange import OneBitExchange, Source
 from onebit.layout import Bucket
 from onebit.logarithms import mean_variance
-from onebit.optim import FlatOptimizer, Stage
+from onebit.optim import FlatOptimizer, Stage, log
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,12 +71,25 @@ class Schedule:
         return done
 
 
+LARGEST = 1e37
+"""Of this worker's variances."""
+
+
 class LocalSettings:
     """What both optimizers are told, checked; the defaults are in their docstrings."""
 
     def __init__(
-        self, codec: OneBit | None, schedule: Schedule | None, variance_floor: float, bias_correction: bool
+        self,
+        warmup_steps: int | float,
+        total_steps: int | None,
+        warmup_transport: Transport,
+        codec: OneBit | None,
+        schedule: Schedule | None,
+        variance_floor: float,
+        bias_correction: bool = False,
     ) -> None:
+        found = as_updates("warmup_steps", warmup_steps, total_steps)
+        self.warmup_steps, self.warmup_transport = found, warmup_transport
         if not 0 <= variance_floor < 1:
             raise ConfigError(f"variance_floor is {variance_floor}; it must lie in [0, 1)")
         if not isinstance(bias_correction, bool):
@@ -105,21 +119,24 @@ class LocalVariance(FlatOptimizer):
         how: LocalSettings,
     ) -> None:
         self._how = how
-        self._syncs = 0  # exchanges of the variance, since the start or since `resync`
+        self._momentum: list[Momentum | Tensor] = []  # per bucket, over d, in the compressed stage
+        self._syncs = 0  # exchanges of the variance that the schedule names, since the start or since `resync`
         self._next_sync = 1  # the update that the next one belongs to
-        super().__init__(params, lr, betas, eps, weight_decay, "fp32", process_group, comm, bucket_elements)
+        transport = how.warmup_transport
+        super().__init__(params, lr, betas, eps, weight_decay, transport, process_group, comm, bucket_elements)
 
     # -- what users read and do ------------------------------------------------------------------------------
 
     @property
     def stage(self) -> Stage:
-        return Stage.COMPRESSED
+        return Stage.WARMUP if self._exchange is None else Stage.COMPRESSED
 
     def stats(self) -> dict[str, Any]:
-        """As of every optimizer here; next_sync, the update at which the variance is exchanged next; and from the first
-        step on the norms of momentum / sqrt(v), of this worker's error and of its server error, in the same units."""
-        stats = {**super().stats(), "next_sync": self._next_sync}
+        """As of every optimizer here; and in the compressed stage next_sync, the update after which the variance is
+        exchanged next, and the norms of momentum / sqrt(v), of this worker's error and of its server error."""
+        stats = super().stats()
         if self._exchange is not None:
+            stats["next_sync"] = self._next_sync
             momentum = torch.cat([self._numbers(bucket) for bucket in self._exchange.layout.buckets])
             for name, flat in [
                 ("momentum_norm", momentum),
@@ -130,25 +147,46 @@ class LocalVariance(FlatOptimizer):
         return stats
 
     def resync(self) -> None:
-        """Exchange the variance at the next update and begin again with short intervals: for a new batch size,
-        sequence length or data. Every worker must call it at the same step."""
+        """Exchange the variance after the next update and begin again with short intervals: for a new batch size,
+        sequence length or data. Every worker must call it at the same step. Without effect in the warm-up."""
         self._settle()
-        self._next_sync, self._syncs = self._steps + 1, 0
+        if self._exchange is not None:
+            self._next_sync, self._syncs = self._steps + 1, 0
 
     # -- the step --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        if self._exchange is None:
+            self._first_stage()
+        else:
+            self._compressed_step(self._exchange)
+
+    def _first_stage(self) -> None:
+        """A step of the warm-up; after the last one the compressed stage is made ready."""
         assert self._layout is not None
-        assert self._exchange is not None
-        exchange, grads, hypers = self._exchange, self._gradients(), self._hypers()
-        if not self._primed and not self._prime(grads, hypers):
+        before, grads, hypers = self._steps, self._gradients(), self._hypers()
+        self._warmup_step()
+        if self._steps == before:
             return
+        for bucket in self._layout.buckets:
+            self._follow(bucket, grads, hypers, None)
+        if self._steps >= self._how.warmup_steps:
+            self._begin()
+
+    def _may_defer(self) -> bool:
+        """The host waits where it decides something: in the warm-up, and while the momentum is numbers."""
+        if self._exchange is None or any(isinstance(m, Tensor) for m in self._momentum):
+            return False
+        return super()._may_defer()
+
+    def _compressed_step(self, exchange: OneBitExchange) -> None:
+        grads, hypers = self._gradients(), self._hypers()
         corrected = self._corrected(hypers)
         steps, means = [], []
         for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
             step = BucketStep(codec, corrected, None, self._steps + 1)
             steps.append(step)
-            means.append(exchange.start(bucket, self._late_source(step, grads)))
+            means.append(exchange.start(bucket, self._source(step, grads)))
         for mean in means:
             mean.serve()
         gathered = [mean.gather() for mean in means]
@@ -158,16 +196,12 @@ class LocalVariance(FlatOptimizer):
         rates = corrected.rates(self._device)
         for step, mean, messages in zip(steps, means, gathered, strict=True):
             mean.commit(keep)
-            if self._steps > 1:  # the first gradient is in it, for the first exchange needs it
-                self._follow(mean.bucket, grads, hypers, keep)
+            self._follow(mean.bucket, grads, hypers, keep)
             self._update(step.keeping(keep), messages, rates)
         if self._steps >= self._next_sync:
             self._settle()
             if self._steps >= self._next_sync:
                 self._sync()
-
-    def _may_defer(self) -> bool:
-        return super()._may_defer() and not any(isinstance(m, Tensor) for m in self._momentum)
 
     def _update(self, step: BucketStep, messages: Tensor, rates: Tensor) -> None:
         """Everyone's part on one bucket."""
@@ -202,37 +236,14 @@ class LocalVariance(FlatOptimizer):
     def _weight(self, hyper: lamb.Hyper, step: int) -> float:
         return 1 - hyper.beta1**step if self._how.bias_correction else math.sqrt(1 - hyper.beta2**step)
 
-    def _scaled(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """This worker's gradients over d, one per layer; nan where a square is not finite, for all workers to see."""
-        g = self._gathered(bucket, grads)
-        g = torch.where(torch.isfinite(g * g), g / self._flat["denominator"][bucket.slice], math.nan)
-        return [g[a.start - bucket.start : a.stop - bucket.start].view(a.shape) for a in bucket.layers]
-
-    def _late_source(self, step: BucketStep, grads: Sequence[Tensor | None]) -> LateSource:
-        """The worker's part: (1 - beta1) g / d + beta1 z, computed where it is needed."""
+    def _source(self, step: BucketStep, grads: Sequence[Tensor | None]) -> Source:
+        """The worker's part: (1 - beta1) g / d + beta1 z."""
         bucket = step.codec.bucket
-        momentum = self._momentum[bucket.index]
-        return LateSource(lambda: self._backend.source(step, self._scaled(bucket, grads), momentum, None))
+        g = self._gathered(bucket, grads).div_(self._flat["denominator"][bucket.slice])
+        scaled = [g[a.start - bucket.start : a.stop - bucket.start].view(a.shape) for a in bucket.layers]
+        return self._backend.source(step, scaled, self._momentum[bucket.index], None)
 
     # -- the variance ----------------------------------------------------------------------------------------
-
-    @property
-    def _primed(self) -> bool:
-        """Whether there is a variance."""
-        return self._steps > 0
-
-    def _prime(self, grads: Sequence[Tensor | None], hypers: Hypers) -> bool:
-        """Before the first update: a variance from the first gradients. False: they are not finite, skipped."""
-        assert self._layout is not None
-        for flat in (self._own, self._smoothed):
-            if flat is not None:
-                flat.zero_()
-        for bucket in self._layout.buckets:
-            self._follow(bucket, grads, hypers, None)
-        if self._renew():
-            return True
-        self._skip()
-        return False
 
     def _follow(self, bucket: Bucket, grads: Sequence[Tensor | None], hypers: Hypers, keep: Tensor | None) -> None:
         """Let this worker's own variance follow its gradients."""
@@ -246,15 +257,32 @@ class LocalVariance(FlatOptimizer):
         for run, here in self._layout.runs_in(bucket):
             beta2 = hypers.of(run).beta2
             new = (own[here] * beta2).addcmul_(g[here], g[here], value=1 - beta2)
+            new.clamp_(max=LARGEST)  # the step counted, so this worker's gradient was finite; its square may not be
             own[here] = chosen(keep, new, own[here])
+
+    def _begin(self) -> None:
+        """End the warm-up: the first variance, and momentum and errors over its root."""
+        assert self._layout is not None
+        momentum, hypers, left = self._flat["momentum"], self._hypers(), self._quantised
+        self._averaged = self._quantised = None
+        exchange = self._allocate_compressed()
+        self._renew()
+        d = self._flat["denominator"]
+        self._momentum = list(torch.split(momentum / d, [bucket.numel for bucket in self._layout.buckets]))
+        if left is not None:
+            factor = 1 / d
+            for run in self._layout.runs:
+                factor[run.slice] *= 1 - hypers.of(run).beta1
+            left.hand_over(exchange, factor)
+        if self.comm.rank == 0:
+            log.info("compressed stage from update %d on; variances after update %d", self._steps + 1, self._next_sync)
 
     def _sync(self) -> None:
         """After an update that the schedule names: exchange the variance, and bring momentum and errors to it."""
         assert self._exchange is not None
         before = self._flat["denominator"].clone()
         numbers = [self._numbers(bucket) for bucket in self._exchange.layout.buckets]
-        if not self._renew():
-            raise AssertionError("the workers' variances are not finite, though every gradient's square was")
+        self._renew()
         factor = before / self._flat["denominator"]
         self._exchange.worker_error.mul_(factor)
         for bucket, z in zip(self._exchange.layout.buckets, numbers, strict=True):
@@ -262,16 +290,16 @@ class LocalVariance(FlatOptimizer):
             self._exchange.server_error[self._exchange.server_slice(bucket)] *= mine
             self._momentum[bucket.index] = z.mul_(factor[bucket.slice])
 
-    def _renew(self) -> bool:
-        """The mean of the workers' variances becomes v. False: it is not finite, and nothing was changed."""
+    def _renew(self) -> None:
+        """The mean of the workers' variances becomes v."""
         assert self._layout is not None
         assert self._exchange is not None
-        own, updates = self._own.clone(), max(1, self._steps)
+        own = self._own.clone()
         for run in self._layout.runs:
-            own[run.slice] /= 1 - float(self.param_groups[run.group]["betas"][1]) ** updates
+            own[run.slice] /= 1 - float(self.param_groups[run.group]["betas"][1]) ** self._steps
         mean = mean_variance(own, self._layout, self.comm)
         if mean is None:
-            return False
+            raise AssertionError("the workers' variances are not finite, though every gradient's square was")
         alive = mean > 0
         for run, group in ((run, self.param_groups[run.group]) for run in self._layout.runs):
             v = mean[run.slice]
@@ -281,9 +309,9 @@ class LocalVariance(FlatOptimizer):
         for view, out in zip(self._layout.views(alive), self._layout.views(self._alive), strict=True):
             out.copy_(view)
         self._exchange.set_alive(self._alive)
-        self._syncs += 1
-        self._next_sync = updates + self._how.schedule.interval(self._syncs)
-        return True
+        while self._next_sync <= self._steps:
+            self._syncs += 1
+            self._next_sync += self._how.schedule.interval(self._syncs)
 
     def _numbers(self, bucket: Bucket) -> Tensor:
         """A bucket's momentum over d as numbers, [bucket]; not to be written to."""
@@ -295,20 +323,27 @@ class LocalVariance(FlatOptimizer):
     def _allocate(self) -> None:
         super()._allocate()
         assert self._layout is not None
+        self._exchange = None
+        self._own = self._layout.zeros(self._dtype, self._device)
+        self._smoothed = torch.zeros_like(self._own) if self._smooth else None
+
+    def _allocate_compressed(self) -> OneBitExchange:
+        """Replace the state of the warm-up by that of the compressed stage, at its neutral values."""
+        assert self._layout is not None
         for kind in [self._flat, *(self.state[p] for p in self._params())]:
-            kind.pop("momentum"), kind.pop("variance")
+            del kind["momentum"], kind["variance"]
         self._add_flat("denominator").fill_(1.0)
         codecs = [self._backend.codec(bucket, self._how.codec) for bucket in self._layout.buckets]
         self._exchange = OneBitExchange(self._layout, None, self.comm, self._dtype, self._device, codecs)
-        self._own = self._layout.zeros(self._dtype, self._device)
-        self._smoothed = torch.zeros_like(self._own) if self._smooth else None
         self._alive = torch.ones_like(self._own, dtype=torch.bool)  # padding counts as alive
         kept = torch.bfloat16 if self._dtype is torch.float32 else self._dtype
         self._ones = torch.ones(max(b.numel for b in self._layout.buckets), dtype=kept, device=self._device)
-        self._momentum: list[Momentum | Tensor] = [torch.zeros_like(self._own[b.slice]) for b in self._layout.buckets]
+        self._momentum = []
+        return self._exchange
 
     def _settings(self) -> list[tuple[str, str]]:
-        named = [("schedule", repr(self._how.schedule)), ("variance_floor", str(self._how.variance_floor))]
+        named = [("warmup_steps", str(self._how.warmup_steps)), ("schedule", repr(self._how.schedule))]
+        named += [("variance_floor", str(self._how.variance_floor))]
         named += [
             ("bias_correction", str(self._how.bias_correction)),
             ("next variance", str(self._next_sync)),
@@ -320,9 +355,11 @@ class LocalVariance(FlatOptimizer):
 
     def _extra_state(self) -> dict[str, Any]:
         extra = {**super()._extra_state(), "syncs": self._syncs, "next_sync": self._next_sync}
+        if self._layout is not None:
+            extra |= {"own": self._own, "smoothed": self._smoothed}
         if self._exchange is None:
             return extra
-        extra |= {name: getattr(self, f"_{name}") for name in ("own", "smoothed", "alive")}
+        extra["alive"] = self._alive
         extra |= {name: getattr(self._exchange, name) for name in ("worker_error", "server_error")}
         extra["momentum"] = [m if isinstance(m, Tensor) else (m.messages, m.mask) for m in self._momentum]
         return extra
@@ -330,19 +367,19 @@ class LocalVariance(FlatOptimizer):
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
         self._syncs, self._next_sync = extra["syncs"], extra["next_sync"]
-        if self._exchange is None or "momentum" not in extra:
+        if self._layout is None:
             return
-        self._alive.copy_(extra["alive"])
-        self._exchange.set_alive(self._alive)
-        self._momentum = [self._loaded(m) for m in extra["momentum"]]
-        if extra["rank"] != self.comm.rank:
-            self._warn_foreign_errors(extra["rank"])
-        own = extra["rank"] == self.comm.rank
-        for mine, saved in [
-            (self._own, extra["own"]),
-            (self._smoothed, extra["smoothed"]),
-            *((getattr(self._exchange, name), extra[name]) for name in ("worker_error", "server_error") if own),
-        ]:
+        pairs = [(self._own, extra["own"]), (self._smoothed, extra["smoothed"])]
+        if extra["stage"] == Stage.COMPRESSED.value:
+            exchange = self._allocate_compressed()
+            self._alive.copy_(extra["alive"])
+            exchange.set_alive(self._alive)
+            self._momentum = [self._loaded(m) for m in extra["momentum"]]
+            if extra["rank"] == self.comm.rank:
+                pairs += [(getattr(exchange, name), extra[name]) for name in ("worker_error", "server_error")]
+            else:
+                self._warn_foreign_errors(extra["rank"])
+        for mine, saved in pairs:
             if mine is not None:
                 mine.copy_(saved)
 

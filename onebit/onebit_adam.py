@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from onebit import lamb
@@ -99,12 +97,8 @@ class OneBitAdam(OneBitOptimizer):
         self._compressed_updates += self._steps - self._frozen_at
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
-        """With bias correction as other numbers in the same formula: m / c1 / (sqrt(v / c2) + eps) is
-        sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)), and weight decay must not be scaled with it."""
         hyper = super()._hyper(group)
         if not self._bias_correction:
             return hyper
         last = self._steps + 1 if self._exchange is None else self._frozen_at
-        root = math.sqrt(1 - hyper.beta2 ** (last - self._compressed_updates))
-        factor = root / (1 - hyper.beta1 ** (self._steps + 1))
-        return replace(hyper, lr=hyper.lr * factor, eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor)
+        return lamb.bias_corrected(hyper, self._steps + 1, last - self._compressed_updates)

@@ -52,7 +52,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         factor_threshold: soft bound, the largest relative change of the ratio in a step, > 0; inf: none.
         codec: how momentum is sent, `onebit.OneBit(...)`.
         ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), "momentum" (its norm at the
-            switch over its norm now, DEV-17: no fresh variance, so 4 bytes per parameter less), or "fixed" (stays 1:
+            switch over its norm now, DEV-18: no fresh variance, so 4 bytes per parameter less), or "fixed" (stays 1:
             the basic 1-bit LAMB the paper compares with).
         error_feedback: "unscaled" (as released), or "scaled" by the ratio of the step sizes (as analysed), which
             applies each step's coefficient in the next step (DEV-4). "none" drops what compression leaves out of each

@@ -38,9 +38,11 @@ OptimizerName = Literal[
     "adam-1bit-gradient",
     "adam-1bit-update",
     "local-variance-adam",
+    "zero-one-adam",
 ]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-ONE_STAGE = ("lamb", "adamw", "local-variance-lamb", "local-variance-adam")
+LOCAL: tuple[OptimizerName, ...] = ("local-variance-lamb", "local-variance-adam")
+ONE_STAGE = ("lamb", "adamw", "zero-one-adam", *LOCAL)
 TWO_STAGES: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if name not in ONE_STAGE)
 ADAMS: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if "adam" in name)
 
@@ -95,6 +97,7 @@ class OptimizerSection(_Section):
     LAMB, the last two to all LAMBs. `options` are further keyword arguments of the optimizer, as its docstring has
     them; `codec` in it is a table of those of `onebit.OneBit`.
 
+    `warmup_transport`: "auto" is "int4" for those with a local variance, else "bf16".
     `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule.
     `label`: what the run is called; empty: as the optimizer is. Choosing a variant sets it to the variant's name.
     """
@@ -106,7 +109,7 @@ class OptimizerSection(_Section):
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
-    warmup_transport: Transport = "bf16"
+    warmup_transport: Transport | Literal["auto"] = "auto"
     freeze_step: Count | Fraction | Literal["auto"] | FreezeRule = 0.17
     preset: Literal["default", "paper"] = "default"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -189,6 +192,14 @@ class Recipe(_Section):
     def _watch(self, rule: AutoFreeze) -> Settling:
         """A rule with the numbers that it has in this run."""
         return Settling(rule, self.optimizer.betas[1], self.train.steps)
+
+    @property
+    def transport(self) -> Transport:
+        """How gradients are averaged in the warm-up stage."""
+        given = self.optimizer.warmup_transport
+        if given != "auto":
+            return given
+        return "int4" if self.optimizer.name in LOCAL else "bf16"
 
     @property
     def lr_warmup_steps(self) -> int:
@@ -330,6 +341,9 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
             f"auto: when the variance has settled over {watch.look_back} steps, from step {watch.least} on, with step "
             f"{watch.most} at the latest"
         )
+    if optimizer.warmup_transport == "auto":
+        why = f"the default of {optimizer.name}" if optimizer.name in LOCAL else "the size of 16-bit averaging"
+        choose("optimizer", "warmup_transport", recipe.transport, why)
     if recipe.lr != optimizer.lr:
         choose("optimizer", "lr", recipe.lr, f"lr_for.{optimizer.name}")
     raw = recipe.model_dump(mode="python", exclude={"variants"})
@@ -356,9 +370,9 @@ def _check(recipe: Recipe) -> None:
             f"train.lr_warmup is {train.lr_warmup}; it must not exceed the run of {train.steps} steps; "
             "lower it or raise train.steps"
         )
-    if opt.name == "adamw" and opt.warmup_transport in BITS:
+    if opt.name in ("adamw", "zero-one-adam") and opt.warmup_transport in BITS:
         raise ConfigError(
-            f"optimizer.warmup_transport is {opt.warmup_transport!r}; adamw averages its gradients in 'fp32' or "
+            f"optimizer.warmup_transport is {opt.warmup_transport!r}; {opt.name} averages its gradients in 'fp32' or "
             "'bf16'; choose one of them"
         )
     _check_rule(recipe)

@@ -187,7 +187,7 @@ def test_every_ablation_builds_trains_and_differs_from_the_others() -> None:
         check_optimizer(recipe)
         workers = onebit.run_workers(2, lambda comm, r=recipe: trained(r, comm))
         weights[recipe.label], optimizer, sent[recipe.label] = workers[0]
-        if recipe.one_bit:
+        if recipe.two_stages:
             assert optimizer.stage is onebit.Stage.COMPRESSED, recipe.label  # type: ignore[attr-defined]
             assert 3 <= optimizer.freeze_step <= 5  # type: ignore[attr-defined]
         assert torch.isfinite(weights[recipe.label]).all()

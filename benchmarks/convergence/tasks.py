@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import onebit
 from onebit.comm import Comm, Solo, ring_all_reduce_bytes
 from onebit.job import build_optimizer, lr_factor
-from onebit.recipe import Recipe, parse
+from onebit.recipe import Recipe, parse, resolve
 from onebit.text import prepare
 
 _building = threading.Lock()
@@ -107,7 +107,7 @@ def run(name: str, study: dict[str, Any], variant: dict[str, Any], seed: int) ->
 
     task = _task(name, json.dumps({"data": study["data"], "train": study["train"]}))
     given = {f"optimizer.{key}": value for key, value in variant.items()}
-    recipe = parse(study, {**given, "train.seed": seed})
+    recipe, _ = resolve(parse(study, {**given, "train.seed": seed}))
     began = time.perf_counter()
     found = onebit.run_workers(study["train"]["workers"], lambda comm: _train(task, recipe, comm))
     return {
