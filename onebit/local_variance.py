@@ -62,13 +62,13 @@ class Schedule:
         doublings = (done - 1) // self.per_interval
         return self.longest if doublings >= self.longest.bit_length() else min(2**doublings, self.longest)
 
-    def count(self, updates: int) -> int:
-        """How many exchanges a run of so many updates makes."""
-        done, at = 0, 1
+    def count(self, warmup_steps: int, updates: int) -> int:
+        """How many exchanges a run of so many updates makes: one at the end of its warm-up and those named after it."""
+        found, done, at = 1, 0, 1
         while at <= updates:
-            done += 1
+            done, found = done + 1, found + (at > warmup_steps)
             at += self.interval(done)
-        return done
+        return found
 
 
 LARGEST = 1e37

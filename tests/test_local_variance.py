@@ -37,7 +37,8 @@ def test_the_schedule():
     assert [onebit.Schedule(2, 3).interval(k) for k in range(1, 9)] == [1, 1, 2, 2, 3, 3, 3, 3]
     assert onebit.Schedule(1, 1000).interval(500) == 1000
     for updates in (1, 2, 6, 7, 40):
-        assert schedule.count(updates) == sum(t <= updates for t in [*SYNCS, 45])
+        assert schedule.count(1, updates) == sum(t <= updates for t in [*SYNCS, 45])
+    assert schedule.count(12, 40) == 1 + 6
 
 
 @settings(deadline=None, max_examples=50)
@@ -99,6 +100,25 @@ def test_bytes_of_every_step():
     whole = 40 * ring_all_reduce_bytes(2 * numel, n)
     share = 2 * 0.258 / 40 + 38 / 40 / 16 + (len(SYNCS) - 1) / 40 / 2
     assert sent[-1] / whole == pytest.approx(share, rel=0.025)
+
+
+@pytest.mark.parametrize("steps", [100, 400, 1600])
+def test_bytes_of_a_run_are_those_of_the_formula(steps):
+    """To 1 %, and what little it leaves out is headers and fill."""
+    n, numel, warmup = 2, 128 * 16 * 16, steps // 20
+
+    def work(comm):
+        p = torch.nn.Parameter(torch.ones(numel))
+        opt = onebit.LocalVarianceLamb([p], warmup_steps=warmup, comm=comm)
+        p.grad = torch.linspace(-1, 1, numel)
+        for _ in range(steps):
+            opt.step()
+        return opt.payload_bytes
+
+    share = onebit.run_workers(n, work)[0] / (steps * ring_all_reduce_bytes(2 * numel, n))
+    syncs = onebit.Schedule().count(warmup, steps)
+    int4, one_bit, logs = (0.5 + 2 / 128) / 2, 1 / 16, 1 / 2
+    assert share == pytest.approx((warmup * int4 + (steps - warmup) * one_bit + syncs * logs) / steps, rel=0.01)
 
 
 # -- the algorithm -----------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
 
 The TOML file is a recipe of `onebit train` with a few more keys: `seeds`, `baseline` (the variant that gaps are taken
 to), `task` ("bert", or one of tasks.py) and [variants.NAME] tables, whose keys go over those of [optimizer]. Runs that
---out already holds are not done again. Without `data.text` the text is the GNU Collaborative International Dictionary
-of English, from Debian's package dict-gcide, fetched by apt-get; it is not kept in the repository. Workers are virtual:
-threads of this process.
+--out already holds are not done again. A table and a plot of loss against bytes, frontier.svg, are written there.
+Without `data.text` the text is the GNU Collaborative International Dictionary of English, from Debian's package
+dict-gcide, fetched by apt-get; it is not kept in the repository. Workers are virtual: threads of this process.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def main() -> None:
     rows = collect(args.out, list(variants), baseline)
     (args.out / "table.json").write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1))
     show(rows, baseline)
+    draw(rows, baseline, args.out / "frontier.svg")
 
 
 def run(task: str, study: dict[str, Any], variant: dict[str, Any], seed: int, out: Path) -> dict[str, Any]:
@@ -116,6 +117,26 @@ def collect(folder: Path, variants: list[str], baseline: str) -> list[dict[str, 
             }
         )
     return rows
+
+
+def draw(rows: list[dict[str, Any]], baseline: str, path: Path) -> None:
+    """Loss against bytes, one point with its spread per variant."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for row in rows:
+        less, spread = 1 / row["share_of_16bit"], row["spread"] or 0.0
+        marker = "s" if row["variant"] == baseline else "o"
+        axes.errorbar(less, row["mean"], yerr=spread, fmt=marker, capsize=3)
+        axes.annotate(row["variant"], (less, row["mean"]), textcoords="offset points", xytext=(5, 4), fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 2, 4, 8, 16], ["1", "1/2", "1/4", "1/8", "1/16"])
+    axes.minorticks_off()
+    axes.set_xlabel("payload of the whole run, in parts of a 16-bit all-reduce of every step")
+    axes.set_ylabel("held-out loss, mean and standard deviation over seeds")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def show(rows: list[dict[str, Any]], baseline: str) -> None:
