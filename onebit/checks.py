@@ -49,6 +49,20 @@ def as_updates(name: str, value: int | float, total_steps: int | None) -> int:
     return max(1, round(value * total_steps))
 
 
+def check_floor(variance_floor: Any) -> float:
+    """A variance floor, a share of its layer's mean. ConfigError unless it lies in [0, 1)."""
+    if not isinstance(variance_floor, int | float) or not 0 <= variance_floor < 1:
+        raise ConfigError(f"variance_floor is {variance_floor!r}; it must lie in [0, 1)")
+    return float(variance_floor)
+
+
+def check_kind(name: str, value: Any, kind: type[T]) -> T:
+    """The value, which must be of this class; ConfigError if it is not."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {value!r}; it must be an onebit.{kind.__name__}(...)")
+    return value
+
+
 def layer_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """The names that the parameters were given with, in flat order; "parameter 0" and so on without any."""
     named = [name for group in optimizer.param_groups for name in group.get("param_names", [])]

@@ -146,15 +146,17 @@ class OneBitOptimizer(TwoStages):
 
     def _take_over_errors(self, exchange: OneBitExchange) -> None:
         """What a quantised warm-up did not send yet goes out with the momentum: (1 - beta1) times those errors."""
-        if self._quantised is None:
-            return
         left, hypers, self._quantised = self._quantised, self._hypers(), None
+        if left is None or not self._compression.feedback:
+            return
         scales = self._layerwise.get("momentum_scale")
         factor = torch.zeros_like(self._flat["momentum"])
         for run in exchange.layout.runs:
             factor[run.slice] = 1 - hypers.of(run).beta1
             if scales is not None:
                 factor[run.slice] *= run.spread(scales[run.layer_slice])
+        if self._mask is not None:
+            factor *= unpack_bits(self._mask)
         left.hand_over(exchange, factor)
 
     def _leave_compressed(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import Transport
-from onebit.checks import check_in
+from onebit.checks import check_floor, check_in
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.freeze import AutoFreeze, check_freeze_step
@@ -22,6 +22,10 @@ from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+NEVER = 1e30
+"""The variance of a layer that had no gradient when it froze: it stays where it is."""
 
 
 class FrozenLamb(LayerwiseRate):
@@ -56,13 +60,11 @@ class FrozenLamb(LayerwiseRate):
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
         total_steps: int | None = None,
     ) -> None:
-        if not 0 <= variance_floor < 1:
-            raise ConfigError(f"variance_floor is {variance_floor}; it must lie in [0, 1)")
         found = check_freeze_step(freeze_step, total_steps)
         if isinstance(found, AutoFreeze):
             raise ConfigError(f"freeze_step is {freeze_step!r}; here it must be a number of updates or a share")
         self._freeze_at = found
-        self._floor = variance_floor
+        self._floor = check_floor(variance_floor)
         self._averages = check_in("coefficient", coefficient, ("fresh", "average")) == "average"
         self._frozen = False
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta=0.9)
@@ -80,7 +82,9 @@ class FrozenLamb(LayerwiseRate):
         v = self._flat["variance"]
         dead = (v == 0) & (self._flat["momentum"] == 0)
         for run in self._layout.runs:
-            lamb.freeze_variance(v[run.slice], dead[run.slice], run, self._floor)
+            here = v[run.slice]
+            lamb.freeze_variance(here, dead[run.slice], run, self._floor)
+            here[run.spread(run.means(here)) == 0] = NEVER
         self._frozen = True
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:

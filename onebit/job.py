@@ -33,6 +33,7 @@ BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
 OWN_KEYS = {
     "lr": "optimizer.lr",
     "freeze_step": "optimizer.freeze_step",
+    "warmup_steps": "optimizer.freeze_step",
     "total_steps": "train.steps",
     "betas": "optimizer.betas",
     "eps": "optimizer.eps",
@@ -325,6 +326,7 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     make = OPTIMIZERS[chosen.name]
     known = inspect.signature(make).parameters
     settings = {"lr": recipe.lr, "comm": comm, "freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
+    settings["warmup_steps"] = recipe.freeze_rule
     settings |= {"transport": recipe.transport, "warmup_transport": recipe.transport}
     settings |= {name: getattr(chosen, name) for name in PASSED_ON}
     settings |= onebit.PAPER if chosen.preset == "paper" else {}

@@ -79,7 +79,8 @@ class Lamb(LayerwiseRate):
         weight_decay: >= 0.
         min_coeff, max_coeff: clip of the coefficient, 0 <= min <= max; (0, inf) clips nothing.
         bias_correction: multiply lr by sqrt(1 - b2^t) / (1 - b1^t).
-        transport: how gradients are averaged, "fp32" or "bf16".
+        transport: how gradients are averaged, "fp32", "bf16", or as integers with error feedback, "int8" or "int4"
+            (blocks of 128 with a scale each; eps must be above 0).
         process_group, comm: who the workers are. Neither: the default process group, or one worker without one.
         bucket_elements: layers are handled in buckets of about this many elements; None: one bucket.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from onebit import lamb
 from onebit.averaging import Transport
 from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded
-from onebit.checks import as_updates, check_whole
+from onebit.checks import as_updates, check_floor, check_kind, check_whole
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
@@ -90,17 +90,21 @@ class LocalSettings:
     ) -> None:
         found = as_updates("warmup_steps", warmup_steps, total_steps)
         self.warmup_steps, self.warmup_transport = found, warmup_transport
-        if not 0 <= variance_floor < 1:
-            raise ConfigError(f"variance_floor is {variance_floor}; it must lie in [0, 1)")
         if not isinstance(bias_correction, bool):
             raise ConfigError(f"bias_correction is {bias_correction!r}; it must be True or False")
-        self.codec = OneBit(scale="bucket") if codec is None else codec
-        self.schedule = Schedule() if schedule is None else schedule
-        self.variance_floor, self.bias_correction = variance_floor, bias_correction
+        self.codec = check_kind("codec", OneBit(scale="bucket") if codec is None else codec, OneBit)
+        self.schedule = check_kind("schedule", Schedule() if schedule is None else schedule, Schedule)
+        self.variance_floor, self.bias_correction = check_floor(variance_floor), bias_correction
 
 
 class LocalVariance(FlatOptimizer):
-    """What both share. A subclass says how far each layer goes (`_compressed_step_sizes`)."""
+    """What both share. A subclass says how far each layer goes (`_compressed_step_sizes`).
+
+    Elements without a gradient so far take no part in the exchange. Those that get one keep it in their error and join
+    at the next exchange of the variance.
+    """
+
+    takes_masks = False
 
     _exchange: OneBitExchange | None = None
     _smooth = False
@@ -257,7 +261,7 @@ class LocalVariance(FlatOptimizer):
         for run, here in self._layout.runs_in(bucket):
             beta2 = hypers.of(run).beta2
             new = (own[here] * beta2).addcmul_(g[here], g[here], value=1 - beta2)
-            new.clamp_(max=LARGEST)  # the step counted, so this worker's gradient was finite; its square may not be
+            new.clamp_(max=LARGEST)  # the step counted, so the gradient is finite; its square may not be
             own[here] = chosen(keep, new, own[here])
 
     def _begin(self) -> None:
@@ -297,6 +301,7 @@ class LocalVariance(FlatOptimizer):
         own = self._own.clone()
         for run in self._layout.runs:
             own[run.slice] /= 1 - float(self.param_groups[run.group]["betas"][1]) ** self._steps
+        own.clamp_(max=LARGEST)
         mean = mean_variance(own, self._layout, self.comm)
         if mean is None:
             raise AssertionError("the workers' variances are not finite, though every gradient's square was")
@@ -367,6 +372,7 @@ class LocalVariance(FlatOptimizer):
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
         self._syncs, self._next_sync = extra["syncs"], extra["next_sync"]
+        self._exchange = None
         if self._layout is None:
             return
         pairs = [(self._own, extra["own"]), (self._smoothed, extra["smoothed"])]

@@ -1,5 +1,7 @@
 """Variances as 8-bit logarithms: quarter octaves below the largest of a message, so 9 % off at most, or zero.
 
+What is more than 63 octaves (1e-19) below the largest is sent as if it were just that.
+
 Every worker's message is averaged by the server of its chunk and the mean sent to all, as in `exchange.py`, but without
 error feedback: a variance is exchanged seldom, and what rounding drops does not add up.
 

@@ -24,7 +24,7 @@ from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
 from onebit.freeze import FreezeStep
 from onebit.layout import Bucket, Run
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS
+from onebit.optim import DEFAULT_BUCKET_ELEMENTS, log
 from onebit.stages import Compression, DeadElements
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ class _Mistake(OneBitOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise ConfigError(f"{type(self).__name__} is for comparisons and cannot be loaded; start again")
+
+    def _take_over_errors(self, exchange: OneBitExchange) -> None:
+        if self._quantised is not None and self.comm.rank == 0:
+            log.info("%s drops what its quantised warm-up did not send", type(self).__name__)
+        self._quantised = None
 
     def _postponed(self) -> bool:
         return False  # the preview is of a compressed momentum

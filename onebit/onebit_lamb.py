@@ -10,7 +10,7 @@ from torch import Tensor
 from onebit import lamb
 from onebit.averaging import Transport
 from onebit.backend import BucketStep, Momentum, chosen
-from onebit.checks import check_in
+from onebit.checks import check_in, check_kind
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
@@ -66,7 +66,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             scale="bucket", where they do share one.
         state: "full": errors and variances in the parameters' dtype; "compact": worker errors in 8 bits, variances in
             bfloat16, 5.2 instead of 12.1 bytes per parameter, and 4 / n more for the server error; float32 parameters.
-        warmup_transport: how gradients are averaged in the warm-up, "fp32" or "bf16".
+        warmup_transport: how gradients are averaged in the warm-up, "fp32", "bf16", "int8" or "int4", as in `Lamb`.
+            What integers left unsent goes out with the momentum (DEV-19).
         bucket_elements: layers are exchanged in buckets of about this many elements; None: one bucket.
 
     Raises:
@@ -109,7 +110,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             raise ConfigError(f"factor_threshold is {factor_threshold}; it must be above 0 (inf: no soft bound)")
         check_in("coeff_bias_correction", coeff_bias_correction, (None, True, False))
         codec = OneBit() if codec is None else codec
-        shared = codec.scale == "bucket"
+        shared = check_kind("codec", codec, OneBit).scale == "bucket"
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)
         scaled = shared if momentum_scales is None else momentum_scales
         check_in("error_feedback", error_feedback, ("unscaled", "scaled", "none"))

@@ -59,6 +59,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     A subclass may say how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
     """
 
+    takes_masks = True
+    """Whether groups may hold `exp_avg_mask`."""
     _layout: FlatLayout | None = None
 
     def __init__(
@@ -106,9 +108,20 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
         except ConfigError:
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ConfigError for what this optimizer cannot do with a group."""
+        if group.get("exp_avg_mask") is not None and not self.takes_masks:
+            raise ConfigError(f"exp_avg_mask is set on a group; {type(self).__name__} has no masks; leave it out")
+        if float(group["eps"]) == 0 and self._transport in BITS:
+            raise ConfigError(
+                f"eps is 0 and gradients are sent as {self._transport}, where small ones are zero at first: 0 / 0; "
+                "give an eps above 0"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(
@@ -368,7 +381,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, apart from the parameters."""
         named = [("onebit version", __version__), ("torch version", torch.__version__)]
-        named += [("kernels", self._kernels), ("device", self._device.type), ("dtype", str(self._dtype))]
+        named += [("kernels", self._kernels), ("device", self._device.type)]
         named += [("transport", self._transport), ("stage", self.stage.value), ("updates made", str(self._steps))]
         for i, group in enumerate(self.param_groups):
             named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
@@ -377,6 +390,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _structure(self) -> list[tuple[str, str]]:
         """What decides which state there is and how it lies in memory."""
         named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
+        named += [("dtype", str(next(iter(self._params())).dtype))]
         named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
         named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
         return named + [

@@ -6,7 +6,7 @@ A scale of 16 bits has the range of float32 (float16 would lose gradients below 
 not matter, since the integers are made with the rounded one.
 
 A message, one per chunk: [scales | integers | fill], uint8. 4-bit integers lie two to a byte, the first in the low
-half. Zero stays zero, nan and inf make a scale non-finite.
+half. Zero stays zero, nan and inf make a scale non-finite, and so do float64 values beyond float32's range.
 """
 
 from __future__ import annotations

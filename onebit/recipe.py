@@ -42,7 +42,7 @@ OptimizerName = Literal[
 ]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 LOCAL: tuple[OptimizerName, ...] = ("local-variance-lamb", "local-variance-adam")
-ONE_STAGE = ("lamb", "adamw", "zero-one-adam", *LOCAL)
+ONE_STAGE = ("lamb", "frozen-lamb", "adamw", "zero-one-adam")
 TWO_STAGES: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if name not in ONE_STAGE)
 ADAMS: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if "adam" in name)
 
@@ -98,7 +98,8 @@ class OptimizerSection(_Section):
     them; `codec` in it is a table of those of `onebit.OneBit`.
 
     `warmup_transport`: "auto" is "int4" for those with a local variance, else "bf16".
-    `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule.
+    `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule. The
+    warm-up's length where the variance is local. Left out: 0.17 of the run, 0.05 where the variance is local.
     `label`: what the run is called; empty: as the optimizer is. Choosing a variant sets it to the variant's name.
     """
 
@@ -110,7 +111,7 @@ class OptimizerSection(_Section):
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
     warmup_transport: Transport | Literal["auto"] = "auto"
-    freeze_step: Count | Fraction | Literal["auto"] | FreezeRule = 0.17
+    freeze_step: Count | Fraction | Literal["auto"] | FreezeRule | None = None
     preset: Literal["default", "paper"] = "default"
     options: dict[str, Any] = Field(default_factory=dict)
     coeff_beta: Beta = 0.9
@@ -178,6 +179,11 @@ class Recipe(_Section):
         return most
 
     @property
+    def default_share(self) -> float:
+        """Of the run, before the switch, where `freeze_step` is left out."""
+        return 0.05 if self.optimizer.name in LOCAL else 0.17
+
+    @property
     def freeze_rule(self) -> int | AutoFreeze:
         """The same as the optimizer is told it: a number of steps, or the rule that finds it.
 
@@ -185,6 +191,8 @@ class Recipe(_Section):
             ConfigError: the rule contradicts itself.
         """
         given = self.optimizer.freeze_step
+        if given is None:
+            given = self.default_share
         if isinstance(given, FreezeRule):
             return AutoFreeze(**given.model_dump())
         return AutoFreeze() if isinstance(given, str) else as_steps(given, self.train.steps, least=1)
@@ -325,13 +333,9 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         choose("train", "eval_every", max(1, math.ceil(train.steps / 10)), "ten evaluations a run")
     if isinstance(train.lr_warmup, float):
         choose("train", "lr_warmup", recipe.lr_warmup_steps, f"{train.lr_warmup:g} of {train.steps} steps")
-    if recipe.two_stages and isinstance(optimizer.freeze_step, float):
-        choose(
-            "optimizer",
-            "freeze_step",
-            recipe.freeze_step,
-            f"{optimizer.freeze_step:g} of {train.steps} steps",
-        )
+    if isinstance(recipe.freeze_rule, int) and recipe.freeze_rule != optimizer.freeze_step:
+        share = optimizer.freeze_step or recipe.default_share
+        choose("optimizer", "freeze_step", recipe.freeze_step, f"{share} of {train.steps} steps")
     rule = recipe.freeze_rule
     if recipe.two_stages and isinstance(rule, AutoFreeze):
         watch = recipe._watch(rule)
@@ -376,7 +380,12 @@ def _check(recipe: Recipe) -> None:
             "'bf16'; choose one of them"
         )
     _check_rule(recipe)
-    if recipe.two_stages and recipe.freeze_step >= train.steps:
+    if opt.name in LOCAL and isinstance(recipe.freeze_rule, AutoFreeze):
+        raise ConfigError(
+            f"optimizer.freeze_step is a rule; {opt.name} has no variance to wait for; give a number of steps or a "
+            "share"
+        )
+    if (recipe.two_stages or opt.name == "frozen-lamb") and recipe.freeze_step >= train.steps:
         raise ConfigError(
             f"optimizer.freeze_step is {recipe.freeze_step}, beyond the run: it must be below train.steps, "
             f"which is {train.steps}; lower it or raise train.steps"

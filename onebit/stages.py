@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.checks import check_in, check_whole
+from onebit.checks import check_floor, check_in, check_kind, check_whole
 from onebit.codec import OneBit
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
@@ -60,8 +60,8 @@ class Compression:
         _ = self.freeze
         if not isinstance(self.momentum_scales, bool):
             raise ConfigError(f"momentum_scales is {self.momentum_scales!r}; it must be True or False")
-        if not 0 <= self.variance_floor < 1:
-            raise ConfigError(f"variance_floor is {self.variance_floor}; it must lie in [0, 1)")
+        check_floor(self.variance_floor)
+        check_kind("codec", self.codec, OneBit)
         check_in("dead_elements", self.dead_elements, ("hold", "exchange"))
         check_in("state", self.state, ("full", "compact"))
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import mean_over_workers
-from onebit.checks import check_in, check_whole, fingerprints
+from onebit.checks import check_floor, check_in, check_kind, check_whole, fingerprints
 from onebit.codec import OneBit
 from onebit.comm import Comm, check_same
-from onebit.errors import ConfigError
 from onebit.exchange import ROOM, OneBitExchange
 from onebit.layout import FlatLayout, Run
 from onebit.optim import DEFAULT_BUCKET_ELEMENTS, FlatOptimizer, Stage, log
@@ -27,7 +26,7 @@ Work = Sequence[tuple[Run, lamb.Hyper]]  # the runs, with what their groups set 
 
 
 @dataclass(frozen=True)
-class Schedule:
+class UpdateKinds:
     """What each update does, by its number alone, counted from 1; the fields are arguments of `ZeroOneAdam`."""
 
     var_freeze_step: int
@@ -88,6 +87,7 @@ class ZeroOneAdam(FlatOptimizer):
         MismatchError: as in `onebit.Lamb`.
     """
 
+    takes_masks = False
     _exchange: OneBitExchange | None = None
     _local_steps = 0  # since the last exchange
 
@@ -109,20 +109,12 @@ class ZeroOneAdam(FlatOptimizer):
         warmup_transport: Literal["fp32", "bf16"] = "fp32",
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
     ) -> None:
-        self._schedule = Schedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
+        self._schedule = UpdateKinds(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         self._codec = OneBit() if codec is None else codec
-        if not isinstance(self._codec, OneBit):
-            raise ConfigError(f"codec is {codec!r}; it must be an onebit.OneBit, or None for the default one")
-        if not 0 <= variance_floor < 1:
-            raise ConfigError(f"variance_floor is {variance_floor}; it must lie in [0, 1)")
-        self._floor, self._mean_transport = variance_floor, warmup_transport
+        check_kind("codec", self._codec, OneBit)
+        self._floor, self._mean_transport = check_floor(variance_floor), warmup_transport
         check_in("warmup_transport", warmup_transport, ("fp32", "bf16"))
         super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if param_group.get("exp_avg_mask") is not None:
-            raise ConfigError("exp_avg_mask is set on a group; ZeroOneAdam has no masks; leave it out")
-        super().add_param_group(param_group)
 
     @property
     def stage(self) -> Stage:
@@ -158,6 +150,8 @@ class ZeroOneAdam(FlatOptimizer):
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
         self._local_steps = extra["local_steps"]
+        if self._layout is None:
+            self._exchange = None
         if self._exchange is None:
             return
         self._lr_sums, self._exchange.wake_wanted = list(extra["lr_sums"]), extra["wake_wanted"]

@@ -160,3 +160,31 @@ def test_basic_1_bit_lamb_with_exact_signs_goes_where_frozen_lamb_goes():
 def test_impossible_settings_are_named(given_, words):
     with pytest.raises(onebit.ConfigError, match=words):
         FrozenLamb([torch.nn.Parameter(torch.ones(3))], **given_)
+
+
+def test_a_layer_without_a_gradient_before_the_freeze_stays_where_it_is():
+    p, q = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))
+    opt = FrozenLamb([p, q], lr=1e-3, freeze_step=2)
+    for t in range(6):
+        p.grad, q.grad = torch.full((8,), 1.0), torch.full((8,), 0.0 if t < 3 else 1.0)
+        opt.step()
+    torch.testing.assert_close(q.detach(), torch.ones(8))
+    assert not torch.equal(p.detach(), torch.ones(8))
+
+
+@pytest.mark.parametrize("make", [onebit.OneBitLamb, onebit.OneBitAdam, onebit.ZeroOneAdam], ids=lambda m: m.__name__)
+def test_what_is_no_codec_is_named(make):
+    with pytest.raises(onebit.ConfigError, match=r"codec is 'bucket'; it must be an onebit\.OneBit"):
+        make([torch.nn.Parameter(torch.ones(3))], codec="bucket")
+
+
+def test_a_state_of_another_dtype_is_refused():
+    def stepped(dtype):
+        p = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+        p.grad = torch.ones_like(p)
+        opt = onebit.Lamb([p])
+        opt.step()
+        return opt
+
+    with pytest.raises(onebit.ConfigError, match="dtype is"):
+        stepped(torch.float64).load_state_dict(stepped(torch.float32).state_dict())

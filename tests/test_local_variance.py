@@ -447,6 +447,10 @@ def test_native_and_reference_kernels_train_alike(monkeypatch):
         ("lamb", {"warmup_steps": 1.0, "total_steps": 9}, "warmup_steps is 1.0"),
         ("lamb", {"warmup_transport": "int2"}, "transport is 'int2'"),
         ("adam", {"lr": -1.0}, "lr"),
+        ("lamb", {"codec": "bucket"}, "codec is 'bucket'; it must be an onebit.OneBit"),
+        ("adam", {"schedule": 3}, "schedule is 3; it must be an onebit.Schedule"),
+        ("lamb", {"variance_floor": "x"}, "variance_floor is 'x'"),
+        ("adam", {"eps": 0.0}, "eps is 0"),
     ],
 )
 def test_impossible_settings_are_named(make, settings_, words):
@@ -458,3 +462,45 @@ def test_impossible_settings_are_named(make, settings_, words):
 def test_impossible_schedules_are_named(given_):
     with pytest.raises(onebit.ConfigError, match="it must be a whole number, at least 1"):
         onebit.Schedule(*given_)
+
+
+@both
+def test_masks_are_refused(make):
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(onebit.ConfigError, match="exp_avg_mask is set on a group"):
+        make([{"params": [p], "exp_avg_mask": torch.ones(3)}])
+
+
+@both
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_gradients_whose_squares_overflow_on_each_worker_but_not_in_the_mean(make, warmup):
+    def work(comm):
+        p = torch.nn.Parameter(torch.ones(16))
+        opt = make([p], lr=1e-3, warmup_steps=warmup, warmup_transport="fp32", comm=comm)
+        for t in range(8):
+            p.grad = torch.full((16,), 0.1)
+            if t == 0:
+                p.grad[3] = 3e19 if comm.rank else -3e19
+            opt.step()
+        assert torch.isfinite(p).all()
+
+    onebit.run_workers(2, work)
+
+
+@pytest.mark.parametrize("make", [*MAKES.values(), onebit.ZeroOneAdam], ids=lambda make: make.__name__)
+def test_a_state_from_before_the_first_step_begins_anew(make):
+    p = torch.nn.Parameter(torch.ones(16))
+    opt = make([p])
+    fresh = opt.state_dict()
+    again = []
+    for _ in range(2):
+        with torch.no_grad():
+            p.fill_(1.0)
+        for t in range(3):
+            p.grad = torch.linspace(-1, 1, 16) + t
+            opt.step()
+        again.append(p.detach().clone())
+        opt.load_state_dict(fresh)
+        assert opt.stats()["step"] == 0
+        assert opt.stage is onebit.Stage.WARMUP
+    assert torch.equal(*again)

@@ -15,6 +15,7 @@ from onebit.averaging import QuantisedMean
 from onebit.backend import TorchBackend
 from onebit.exchange import TensorSource
 from onebit.layout import FlatLayout
+from onebit.mistakes import CompressedGradientAdam, CompressedUpdateAdam
 from onebit.native_backend import NativeQuantisedCodec
 from onebit.quantised import BLOCK, QuantisedCodec, round_up_bf16
 
@@ -264,3 +265,58 @@ def test_back_in_the_warm_up_integers_are_sent_again():
         assert steps[2] == steps[10] > steps[6] == steps[15]
 
     onebit.run_workers(3, work)
+
+
+def masked(comm, make, **given_):
+    """Two layers, one with a mask over half of it; the optimizer one step after the switch."""
+    p, q = torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(64))
+    mask = (torch.arange(64) % 2 == 0).float()
+    groups = [{"params": [p], "exp_avg_mask": mask}, {"params": [q]}]
+    opt = make(groups, lr=0.01, freeze_step=3, comm=comm, **given_)
+    generator = torch.Generator().manual_seed(comm.rank)
+    for _ in range(5):
+        p.grad, q.grad = torch.randn(64, generator=generator), torch.randn(64, generator=generator)
+        opt.step()
+    return opt, mask
+
+
+def test_masked_elements_stay_out_of_the_exchange():
+    def work(comm):
+        opt, mask = masked(comm, onebit.OneBitLamb, warmup_transport="int4")
+        assert torch.equal(opt._exchange.alive[:64], mask != 0)
+
+    onebit.run_workers(2, work)
+
+
+def test_without_feedback_nothing_is_carried_over_the_switch():
+    def work(comm):
+        settings_ = {"error_feedback": "none", "warmup_transport": "int4"}
+        _, opt, _ = train(comm, onebit_lamb(5, **settings_), 12)
+        assert float(opt._exchange.server_error.abs().max()) == 0
+        assert float(opt._exchange.worker_error.abs().max()) == 0
+
+    onebit.run_workers(2, work)
+
+
+@pytest.mark.parametrize("make", [CompressedGradientAdam, CompressedUpdateAdam], ids=lambda make: make.__name__)
+def test_comparisons_do_not_take_over_errors_in_other_units(make, caplog):
+    def work(comm):
+        p = torch.nn.Parameter(torch.zeros(300))
+        opt = make([p], lr=1e-3, freeze_step=3, comm=comm, warmup_transport="int4")
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(8):
+            before = p.detach().clone()
+            p.grad = 1e5 * torch.randn(300, generator=generator)
+            opt.step()
+            assert (p.detach() - before).abs().max() < 0.02
+
+    with caplog.at_level(logging.INFO, logger="onebit"):
+        onebit.run_workers(2, work)
+    assert "drops what its quantised warm-up did not send" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["int8", "int4"])
+def test_eps_0_is_refused_where_small_gradients_are_zero_at_first(transport):
+    with pytest.raises(onebit.ConfigError, match=f"eps is 0 and gradients are sent as {transport}"):
+        onebit.Lamb([torch.nn.Parameter(torch.ones(3))], eps=0.0, transport=transport)
+    onebit.Lamb([torch.nn.Parameter(torch.ones(3))], eps=0.0, transport="bf16")

@@ -160,9 +160,9 @@ def test_every_optimizer_learns_alone(name: str, tmp_path: Path) -> None:
     assert summary.payload_bytes == 0
     assert summary.share_of_16bit is None
     assert summary.workers == 1
-    expected = {"warmup", "compressed"} if recipe.two_stages else {"compressed"}
-    if name in ("lamb", "adamw", "frozen-lamb"):
-        expected = {"uncompressed"}
+    expected = {"warmup", "compressed"} if recipe.two_stages else {"uncompressed"}
+    if name == "zero-one-adam":
+        expected = {"warmup"}  # the variance may go on being refreshed
     assert set(summary.samples_per_s) == expected
 
 

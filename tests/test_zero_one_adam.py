@@ -12,7 +12,8 @@ from test_optim import BUILD, check_replicas, flat, small_model
 import onebit
 from onebit.comm import ring_all_reduce_bytes
 from onebit.layout import FlatLayout
-from onebit.zero_one_adam import Schedule, ZeroOneAdam
+from onebit.zero_one_adam import UpdateKinds as Schedule
+from onebit.zero_one_adam import ZeroOneAdam
 
 LOCAL = {"var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4}
 """Variance steps 1, 2, 3; sync steps 4, 5, 6, 8, 10, 14, 18, ...; all others are local."""
