@@ -28,8 +28,10 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
 
 
-def as_updates(name: str, value: int | float, total_steps: int | None) -> int:
+def as_updates(name: str, value: int | float, total_steps: int | None, otherwise: str = "") -> int:
     """A number of updates, >= 1, from a whole number, or from a share of `total_steps` in (0, 1).
+
+    `otherwise`: what else it may be, for the message.
 
     Raises:
         ConfigError: it is neither, or a share of a run whose length is not known.
@@ -40,7 +42,7 @@ def as_updates(name: str, value: int | float, total_steps: int | None) -> int:
     if not number or not (value >= 1 if isinstance(value, int) else 0 < value < 1):
         raise ConfigError(
             f"{name} is {value!r}; it must be a whole number of updates, at least 1, or a share of total_steps between "
-            "0 and 1"
+            f"0 and 1{otherwise}"
         )
     if isinstance(value, int):
         return value

@@ -68,7 +68,7 @@ def check_freeze_step(freeze_step: FreezeStep, total_steps: int | None) -> int |
         ConfigError: it is none of these.
     """
     if not isinstance(freeze_step, AutoFreeze):
-        return as_updates("freeze_step", freeze_step, total_steps)
+        return as_updates("freeze_step", freeze_step, total_steps, ", or AutoFreeze(...)")
     if total_steps is not None:
         check_whole("total_steps", total_steps, 1)
     return freeze_step
