@@ -34,7 +34,7 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
     Args:
         params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm, bucket_elements: as in `Lamb`.
         trust_gain: factor on the clipped trust ratio in the compressed stage, > 0. What one bit adds to the update
-            makes it longer, hence the ratio smaller than LAMB's (docs/log.md).
+            makes it longer, hence the ratio smaller than LAMB's; 1.0 and 2.0 were worse (docs/log.md).
         warmup_steps: updates of the warm-up, >= 1; or a share of `total_steps`, in (0, 1).
         warmup_transport: how gradients are averaged in it, "fp32", "bf16", "int8" or "int4".
         total_steps: updates of the whole run, where a share of it is asked for.

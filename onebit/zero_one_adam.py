@@ -64,9 +64,9 @@ class ZeroOneAdam(FlatOptimizer):
       local step      u_i += lr m_i; x moves by lr m_i on this worker. Nothing is sent, and until the next sync step
                       the workers' parameters differ (`in_sync`). A state dict is then each worker's own, and so is x.
 
-    The paper refreshes v after x moved and starts from zero; here v comes first (DEV-20), so update 1 has one. Errors are
-    in units of u, so a change of lr needs no repair. Where lr was 0 since the last exchange nothing moves: the errors
-    keep what they owe, and m becomes 0. There is no bias correction, as released.
+    The paper refreshes v after x moved and starts from zero; here v comes first (DEV-20), so update 1 has one. Errors
+    are in units of u, so a change of lr needs no repair. Where lr was 0 since the last exchange nothing moves: the
+    errors keep what they owe, and m becomes 0. There is no bias correction, as released.
     Elements with v = 0 had no gradient in any variance step and are held, weight decay apart; what sync steps have for
     them waits in the errors. The next variance step with a gradient frees them; after the last one they get the mean
     variance of their layer as soon as a worker has something for them.

@@ -180,7 +180,7 @@ def trained(recipe: Recipe, comm: Comm) -> tuple[torch.Tensor, torch.optim.Optim
 def test_every_ablation_builds_trains_and_differs_from_the_others() -> None:
     shared = load(ABLATIONS, {"train.steps": 20})
     recipes = recipes_for(shared, list(shared.variants), {}, [0])
-    assert len(recipes) == 17
+    assert len(recipes) == 22
     assert recipes[0].label == "lamb"
     weights, sent = {}, {}
     for recipe in recipes:
@@ -189,14 +189,15 @@ def test_every_ablation_builds_trains_and_differs_from_the_others() -> None:
         weights[recipe.label], optimizer, sent[recipe.label] = workers[0]
         if recipe.two_stages:
             assert optimizer.stage is onebit.Stage.COMPRESSED, recipe.label  # type: ignore[attr-defined]
-            assert 3 <= optimizer.freeze_step <= 5  # type: ignore[attr-defined]
+            assert recipe.label == "local-variance" or 3 <= optimizer.freeze_step <= 5  # type: ignore[attr-defined]
         assert torch.isfinite(weights[recipe.label]).all()
     names = list(weights)
     for i, a in enumerate(names):
         for b in names[:i]:
             assert not torch.equal(weights[a], weights[b]), (a, b)
     full = sent["lamb"]
-    assert all(bytes_ < 0.5 * full for name, bytes_ in sent.items() if name not in ("lamb", "adamw"))
+    in_full = ("lamb", "adamw", "exact", "zero-one-adam")  # the last one for so few steps
+    assert all(bytes_ < 0.5 * full for name, bytes_ in sent.items() if name not in in_full)
 
 
 def test_options_that_an_optimizer_does_not_know_are_refused_before_a_run() -> None:
