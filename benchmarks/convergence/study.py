@@ -96,7 +96,9 @@ def collect(folder: Path, variants: list[str], baseline: str) -> list[dict[str, 
     losses: dict[str, dict[int, float]] = {name: {} for name in variants}
     shares = {}
     for name in variants:
-        for path in folder.glob(f"{name}-[0-9]*.json"):
+        for path in folder.glob(f"{name}-*.json"):
+            if not path.stem.removeprefix(f"{name}-").isdigit():
+                continue  # of a variant whose name begins with this one's
             found = json.loads(path.read_text())
             losses[name][found["recipe"]["train"]["seed"]] = found["eval_loss"]
             shares[name] = found["share_of_16bit"]
