@@ -241,10 +241,8 @@ def _pieces(bucket: Bucket, spans: list[list[tuple[int, int]]]) -> Tensor:
 
 def _cut(bucket: Bucket, codec: OneBit, chunk: int) -> list[tuple[int, int]]:
     """The blocks of one chunk as (start in the chunk, length), in order, none empty."""
-    first, last = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
-    pieces = [(max(layer.start - bucket.start, first), min(layer.stop - bucket.start, last)) for layer in bucket.layers]
-    pieces = [(start, stop) for start, stop in pieces if stop > start]
+    pieces = bucket.pieces(chunk)
     if codec.scale == "bucket":
-        return [(pieces[0][0] - first, pieces[-1][1] - pieces[0][0])] if pieces else []
+        return [(pieces[0][0], pieces[-1][1] - pieces[0][0])] if pieces else []
     step = codec.block_elements or bucket.chunk
-    return [(at - first, min(at + step, stop) - at) for start, stop in pieces for at in range(start, stop, step)]
+    return [(at, min(at + step, stop) - at) for start, stop in pieces for at in range(start, stop, step)]

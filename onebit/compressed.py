@@ -33,7 +33,6 @@ class OneBitOptimizer(TwoStages):
     """A subclass says how far each layer goes in both stages."""
 
     sends_momentum = True
-    """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
 
     def stats(self) -> dict[str, Any]:
         """As in the warm-up stage, and in the compressed stage the norms of the momentum, of this worker's error and

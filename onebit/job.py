@@ -23,7 +23,6 @@ from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.frozen_lamb import FrozenLamb
 from onebit.layerwise import layer_stats
-from onebit.local_variance import LocalVariance
 from onebit.optim import FlatOptimizer
 from onebit.recipe import OptimizerName, Recipe
 from onebit.report import Display, Metrics, Summary
@@ -124,7 +123,7 @@ class Job:
     def _stage(self) -> str:
         """Of the step to come."""
         optimizer = self.optimizer
-        if isinstance(optimizer, OneBitOptimizer | LocalVariance | onebit.ZeroOneAdam):
+        if isinstance(optimizer, FlatOptimizer) and optimizer.compresses:
             return optimizer.stage.value
         return UNCOMPRESSED
 
@@ -148,7 +147,7 @@ class Job:
 
         Not while 0/1 Adam makes local steps, which take them apart.
         """
-        if self.comm.size > 1 and getattr(self.optimizer, "in_sync", True):
+        if self.comm.size > 1 and (not isinstance(self.optimizer, FlatOptimizer) or self.optimizer.in_sync):
             check_same(self.comm, what, fingerprints(self.parameters, self.names))
 
     def _now(self) -> float:

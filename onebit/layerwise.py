@@ -44,7 +44,7 @@ def _of_ours(optimizer: Any) -> dict[str, list[float]]:
     if layout is None:
         return {}
     exchange = getattr(optimizer, "_exchange", None)
-    frozen = exchange is not None and getattr(optimizer, "sends_momentum", False)
+    frozen = exchange is not None and optimizer.sends_momentum
     alive = None if exchange is None else exchange.alive
 
     def sums(kind: str, power: int = 1) -> Tensor:

@@ -75,6 +75,12 @@ class Bucket:
     def slice(self) -> builtins.slice:
         return slice(self.start, self.stop)
 
+    def pieces(self, chunk: int) -> list[tuple[int, int]]:
+        """The parts of layers in a chunk as (start, stop) in the chunk, in order, none empty."""
+        first, last = self.start + chunk * self.chunk, self.start + (chunk + 1) * self.chunk
+        cuts = [(max(layer.start, first) - first, min(layer.stop, last) - first) for layer in self.layers]
+        return [(start, stop) for start, stop in cuts if stop > start]
+
 
 class Run:
     """The layers of one group inside one bucket, and the per-layer arithmetic on a flat stretch of them.

@@ -1,4 +1,4 @@
-"""`LocalVarianceAdam`: Adam at one bit per parameter from the first step on."""
+"""`LocalVarianceAdam`: Adam at one bit per parameter after a short warm-up."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One bit per parameter from the first step on: what `LocalVarianceLamb` and `LocalVarianceAdam` share.
+"""One bit per parameter after a short warm-up: what `LocalVarianceLamb` and `LocalVarianceAdam` share.
 
 Every worker keeps the moving average of its own squared gradients. Their mean over the workers, v, is exchanged at a
 few steps only, 1, 2, 4, ... apart, as 8-bit logarithms; between them v is constant and equal on all workers. What is
-compressed is the momentum over sqrt(v). So nothing is ever frozen for good, and nothing but those few means costs more
-than a bit. Ours; where the numbers come from: docs/log.md.
+compressed is the momentum over sqrt(v). So nothing is ever frozen for good, and after the warm-up, on gradients of 4
+bits, nothing but those few means costs more than a bit. Ours; where the numbers come from: docs/log.md.
 
   symbol  name         shape      same on all workers  saved  meaning
   v_i     own          [numel]    no                   own    moving average of this worker's squared gradients
@@ -30,7 +30,7 @@ from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange, Source
-from onebit.layout import Bucket
+from onebit.layout import Bucket, Run
 from onebit.logarithms import mean_variance
 from onebit.optim import FlatOptimizer, Stage, log
 
@@ -104,6 +104,7 @@ class LocalVariance(FlatOptimizer):
     at the next exchange of the variance.
     """
 
+    compresses = True
     takes_masks = False
 
     _exchange: OneBitExchange | None = None
@@ -244,8 +245,7 @@ class LocalVariance(FlatOptimizer):
         """The worker's part: (1 - beta1) g / d + beta1 z."""
         bucket = step.codec.bucket
         g = self._gathered(bucket, grads).div_(self._flat["denominator"][bucket.slice])
-        scaled = [g[a.start - bucket.start : a.stop - bucket.start].view(a.shape) for a in bucket.layers]
-        return self._backend.source(step, scaled, self._momentum[bucket.index], None)
+        return self._backend.source(step, Run(bucket.layers).views(g), self._momentum[bucket.index], None)
 
     # -- the variance ----------------------------------------------------------------------------------------
 
@@ -311,9 +311,10 @@ class LocalVariance(FlatOptimizer):
             lamb.freeze_variance(v, ~alive[run.slice], run, self._how.variance_floor)
             d = v.sqrt().add_(float(group["eps"]))
             self._flat["denominator"][run.slice] = torch.where(d > 0, d, 1.0)
-        for view, out in zip(self._layout.views(alive), self._layout.views(self._alive), strict=True):
+        taking_part = torch.ones_like(alive)  # the padding too
+        for view, out in zip(self._layout.views(alive), self._layout.views(taking_part), strict=True):
             out.copy_(view)
-        self._exchange.set_alive(self._alive)
+        self._exchange.set_alive(taking_part)
         while self._next_sync <= self._steps:
             self._syncs += 1
             self._next_sync += self._how.schedule.interval(self._syncs)
@@ -340,7 +341,6 @@ class LocalVariance(FlatOptimizer):
         self._add_flat("denominator").fill_(1.0)
         codecs = [self._backend.codec(bucket, self._how.codec) for bucket in self._layout.buckets]
         self._exchange = OneBitExchange(self._layout, None, self.comm, self._dtype, self._device, codecs)
-        self._alive = torch.ones_like(self._own, dtype=torch.bool)  # padding counts as alive
         kept = torch.bfloat16 if self._dtype is torch.float32 else self._dtype
         self._ones = torch.ones(max(b.numel for b in self._layout.buckets), dtype=kept, device=self._device)
         self._momentum = []
@@ -348,11 +348,8 @@ class LocalVariance(FlatOptimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         named = [("warmup_steps", str(self._how.warmup_steps)), ("schedule", repr(self._how.schedule))]
-        named += [("variance_floor", str(self._how.variance_floor))]
-        named += [
-            ("bias_correction", str(self._how.bias_correction)),
-            ("next variance", str(self._next_sync)),
-        ]
+        named += [("variance_floor", str(self._how.variance_floor)), ("next variance", str(self._next_sync))]
+        named += [("bias_correction", str(self._how.bias_correction))]
         return [*super()._settings(), *named]
 
     def _structure(self) -> list[tuple[str, str]]:
@@ -364,8 +361,7 @@ class LocalVariance(FlatOptimizer):
             extra |= {"own": self._own, "smoothed": self._smoothed}
         if self._exchange is None:
             return extra
-        extra["alive"] = self._alive
-        extra |= {name: getattr(self._exchange, name) for name in ("worker_error", "server_error")}
+        extra |= {name: getattr(self._exchange, name) for name in ("alive", "worker_error", "server_error")}
         extra["momentum"] = [m if isinstance(m, Tensor) else (m.messages, m.mask) for m in self._momentum]
         return extra
 
@@ -378,8 +374,7 @@ class LocalVariance(FlatOptimizer):
         pairs = [(self._own, extra["own"]), (self._smoothed, extra["smoothed"])]
         if extra["stage"] == Stage.COMPRESSED.value:
             exchange = self._allocate_compressed()
-            self._alive.copy_(extra["alive"])
-            exchange.set_alive(self._alive)
+            exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
             self._momentum = [self._loaded(m) for m in extra["momentum"]]
             if extra["rank"] == self.comm.rank:
                 pairs += [(getattr(exchange, name), extra[name]) for name in ("worker_error", "server_error")]

@@ -90,9 +90,7 @@ class _Mistake(OneBitOptimizer):
         hypers, grads = self._hypers(), self._gradients()
         means = []
         for bucket in self._layout.buckets:
-            g = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
-            self._backend.gather(bucket, grads[bucket.layer_slice], g)
-            means.append(exchange.start(bucket, self._input(bucket, g, hypers)))
+            means.append(exchange.start(bucket, self._input(bucket, self._gathered(bucket, grads), hypers)))
         for mean in means:
             mean.serve()
         decoded = [mean.wait() for mean in means]

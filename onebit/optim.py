@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import BITS, QuantisedMean, Transport, mean_over_workers
-from onebit.backend import Backend, Gradient, Hypers, TorchBackend
+from onebit.backend import Backend, Gradient, Hypers, TorchBackend, flat_gradient
 from onebit.checks import (
     check_group,
     check_in,
@@ -59,6 +59,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     A subclass may say how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
     """
 
+    compresses = False
+    """Whether steps may exchange compressed values, so that its stage is of interest."""
+    sends_momentum = False
+    """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
     takes_masks = True
     """Whether groups may hold `exp_avg_mask`."""
     _layout: FlatLayout | None = None
@@ -223,6 +227,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     def stage(self) -> Stage:
         return Stage.WARMUP
 
+    @property
+    def in_sync(self) -> bool:
+        """Whether all workers hold the same parameters now."""
+        return True
+
     def stats(self) -> dict[str, Any]:
         """Where the run stands. Reads values from the device, so not for every step on a GPU.
 
@@ -336,9 +345,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _gathered(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradients that lie in a bucket, given those of all layers: [bucket], a new tensor."""
-        flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
-        self._backend.gather(bucket, grads[bucket.layer_slice], flat)
-        return flat
+        return flat_gradient(self._backend, bucket, grads[bucket.layer_slice], self._params()[0])
 
     def _skip(self) -> None:
         self._skipped_steps += 1

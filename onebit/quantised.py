@@ -144,9 +144,7 @@ def round_up_bf16(x: Tensor) -> Tensor:
 
 def _starts(bucket: Bucket, chunk: int) -> Tensor:
     """Where the blocks of a chunk begin, and where the last one ends; int64 [blocks + 1], or [0] without any."""
-    first, last = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
-    pieces = [(max(layer.start - bucket.start, first), min(layer.stop - bucket.start, last)) for layer in bucket.layers]
-    pieces = [(start - first, stop - first) for start, stop in pieces if stop > start]
+    pieces = bucket.pieces(chunk)
     if not pieces:
         return torch.zeros(1, dtype=torch.int64)
     return torch.cat([*(torch.arange(start, stop, BLOCK) for start, stop in pieces), torch.tensor([pieces[-1][1]])])

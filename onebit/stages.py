@@ -69,6 +69,7 @@ class Compression:
 class TwoStages(FlatOptimizer):
     """A warm-up stage, a compressed stage, and the ways between; what the second one does is in `compressed.py`."""
 
+    compresses = True
     _compression: Compression
     _exchange: OneBitExchange | None = None
     _freeze_at: int | None = None  # the update that ends this warm-up stage, where it is known

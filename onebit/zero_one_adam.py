@@ -87,6 +87,7 @@ class ZeroOneAdam(FlatOptimizer):
         MismatchError: as in `onebit.Lamb`.
     """
 
+    compresses = True
     takes_masks = False
     _exchange: OneBitExchange | None = None
     _local_steps = 0  # since the last exchange

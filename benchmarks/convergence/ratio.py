@@ -27,7 +27,7 @@ from torch import Tensor
 
 import onebit
 from onebit.comm import Comm
-from onebit.job import build_optimizer
+from onebit.job import build_optimizer, lr_factor
 from onebit.recipe import parse
 
 EVERY = 25
@@ -92,14 +92,14 @@ def work(task: tasks.Task, study: dict[str, Any], seed: int, comm: Comm) -> list
     with tasks._building:
         model = task.build(seed)
     steps = study["train"]["steps"]
-    opt, _ = build_optimizer(parse(study, {}), model, comm)
+    recipe = parse({section: study[section] for section in ("data", "optimizer", "train")}, {})
+    opt, _ = build_optimizer(recipe, model, comm)
     assert isinstance(opt, onebit.OneBitLamb)
     params = [p for group in opt.param_groups for p in group["params"]]
-    shadow, rise, rows = Shadow(params, tuple(study["optimizer"]["betas"])), round(0.05 * steps), []
+    shadow, rows = Shadow(params, tuple(study["optimizer"]["betas"])), []
     for step in range(steps):
         for group in opt.param_groups:
-            rate = (step + 1) / rise if step < rise else 1 - (step - rise) / (steps - rise)
-            group["lr"] = study["optimizer"]["lr"] * rate
+            group["lr"] = recipe.lr * lr_factor(recipe, step)
         opt.zero_grad()
         task.loss(model, task.batch(comm.rank, step, seed)).backward()
         shadow.follow(comm)
