@@ -4,6 +4,7 @@ from onebit.codec import OneBit
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
 from onebit.freeze import AutoFreeze
 from onebit.guard import SwitchGuard
+from onebit.integrations.ddp import attach
 from onebit.layerwise_rate import Lamb
 from onebit.local_adam import LocalVarianceAdam
 from onebit.local_lamb import LocalVarianceLamb
@@ -34,5 +35,6 @@ __all__ = [
     "Stage",
     "SwitchGuard",
     "ZeroOneAdam",
+    "attach",
     "run_workers",
 ]

@@ -76,7 +76,10 @@ def check_group(group: dict[str, Any]) -> None:
     if len(set(map(id, group["params"]))) != len(group["params"]):
         raise ConfigError("a parameter occurs twice in a group; it would be stepped twice; pass each parameter once")
     for name in ("lr", "eps", "weight_decay"):
-        value = float(group[name])
+        value = group[name]
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ConfigError(f"{name} is a tensor of shape {tuple(value.shape)}; it must hold one number")
+        value = float(value)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
     betas = group["betas"]
@@ -94,29 +97,6 @@ def check_group(group: dict[str, Any]) -> None:
         raise ConfigError(
             f"exp_avg_mask has {mask.numel()} elements, its parameter {group['params'][0].numel()}; they must be equal"
         )
-
-
-def check_parameters(params: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.dtype, torch.device]:
-    """The one dtype and device of all parameters.
-
-    Raises:
-        ConfigError: not float32 or float64, or not all the same dtype and device.
-    """
-    if not params:
-        raise ConfigError("there are no parameters; pass at least one")
-    dtype, device = params[0].dtype, params[0].device
-    for name, p in zip(names, params, strict=True):
-        if p.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"{name} is {p.dtype}; parameters must be torch.float32 (or torch.float64); "
-                "for 16-bit training keep float32 parameters and use torch.autocast"
-            )
-        if (p.dtype, p.device) != (dtype, device):
-            raise ConfigError(
-                f"{name} is {p.dtype} on {p.device}, {names[0]} is {dtype} on {device}; "
-                "all parameters of one optimizer must share dtype and device"
-            )
-    return dtype, device
 
 
 def check_structure(saved: Sequence[Sequence[str]], mine: Sequence[tuple[str, str]]) -> None:
@@ -138,8 +118,9 @@ def fingerprints(params: Sequence[Tensor], names: Sequence[str]) -> list[tuple[s
 
 
 def checksum(tensor: Tensor) -> str:
-    """A position-dependent checksum of the bits of a float32 or float64 tensor, as hexadecimal text."""
-    bits = tensor.detach().contiguous().view(-1).view(torch.int32)
+    """A position-dependent checksum of the bits of a tensor of 16-, 32- or 64-bit floats, as hexadecimal text."""
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
     total = 0
     for part in torch.split(bits, 2**22):  # parts bound the memory of the 64-bit copies
         weights = torch.arange(1, 2 * part.numel() + 1, 2, dtype=torch.int64, device=part.device)  # odd: no bit is lost

@@ -71,6 +71,9 @@ class Comm(ABC):
         self.payload_bytes += ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
         self._all_reduce(tensor)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
+        return self  # the workers are who they are, however often an optimizer is copied
+
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every worker's `data`, of any length, in order of workers. For control messages; not counted."""
@@ -130,6 +133,14 @@ class Distributed(Comm):
         if self._rank < 0:
             raise ConfigError("this process is not a member of process_group; pass the group it belongs to")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._group is not None:
+            raise ConfigError(
+                "an optimizer with a process_group cannot be pickled, since the group exists in this process only; "
+                "save its state_dict(), build the optimizer anew and load that"
+            )
+        return default_comm, ()
+
     @property
     def rank(self) -> int:
         return self._rank
@@ -137,6 +148,18 @@ class Distributed(Comm):
     @property
     def size(self) -> int:
         return self._size
+
+    def all_reduce_later(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """`all_reduce`, under way: the sum is in `tensor` when the future is done. For the hooks of DDP."""
+        self.payload_bytes += ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
+        work = self._run(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+        return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the workers, in order."""
+        ranks: list[int] = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        return ranks
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         device = _control_device(self._group)

@@ -97,7 +97,7 @@ class OneBitOptimizer(TwoStages):
         if extra["stage"] != Stage.COMPRESSED.value:
             return
         exchange = self._allocate_compressed()
-        exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
+        self._set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
         exchange.wake_wanted = extra["wake_wanted"]
         if "momentum" in extra:
             here = [[None if t is None else t.to(self._device) for t in pair] for pair in extra["momentum"]]
@@ -129,7 +129,7 @@ class OneBitOptimizer(TwoStages):
         exchange = self._allocate_compressed()
         if how.momentum_scales:
             self._layerwise["momentum_scale"].copy_(self._momentum_scales())
-        exchange.set_alive(self._initially_alive(dead, self._mask))
+        self._set_alive(self._initially_alive(dead, self._mask))
         self._take_over_errors(exchange)
         if self.comm.rank == 0:
             alive = exchange.alive
@@ -200,8 +200,8 @@ class OneBitOptimizer(TwoStages):
     def _drop(self, kind: dict[str, Tensor], name: str) -> None:
         """Let go a kind of state, with its views."""
         kind.pop(name, None)
-        for state in self.state.values():
-            state.pop(name, None)
+        for p in self._params():
+            self.state[p].pop(name, None)
 
     def _end_warmup(self) -> None:
         """What a subclass does with its own state at the switch, before that of the compressed stage is added."""
@@ -234,6 +234,19 @@ class OneBitOptimizer(TwoStages):
         self._late = [True] * len(self._layout.buckets)  # looked up again after the first update
         return self._exchange
 
+    def _set_alive(self, alive: Tensor | None) -> None:
+        assert self._exchange is not None
+        self._exchange.set_alive(alive)
+        self._note_asleep(alive)
+
+    def _note_asleep(self, alive: Tensor | None) -> None:
+        """Which layers have no element that takes part in the exchange; bool [layers]."""
+        assert self._layout is not None
+        if alive is None:
+            self._asleep = torch.zeros(len(self._layout.layers), dtype=torch.bool, device=self._device)
+        else:
+            self._asleep = torch.stack([~view.any() for view in self._layout.views(alive)])
+
     def _layer_scale(self, bucket: Bucket) -> Tensor | None:
         """The momentum scales of a bucket's layers; None where there are none."""
         scales = self._layerwise.get("momentum_scale")
@@ -245,8 +258,9 @@ class OneBitOptimizer(TwoStages):
         """Worker's part, exchange, everyone's part. Nothing is kept unless all of it was finite on all workers."""
         if exchange.wake() is not None:
             self._late = [True] * len(self._late)
+            self._note_asleep(exchange.alive)
         hypers, grads = self._hypers(), self._gradients()
-        rates = hypers.rates(self._device)
+        rates = self._rates(hypers)
         factor = self._error_factor(rates)
         steps, means = [], []
         for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
@@ -309,7 +323,7 @@ class OneBitOptimizer(TwoStages):
         if self._late[bucket.index]:
             self._prepare_late_layers(step, now)
         step_size = self._compressed_step_sizes(step, now, rates)
-        x, v = self._params()[bucket.layer_slice], self._flat["variance"][bucket.slice]
+        x, v = self._x[bucket.layer_slice], self._flat["variance"][bucket.slice]
         self._backend.apply(step, x, now, v, step_size)
 
     def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from onebit.averaging import Transport
 from onebit.checks import check_floor, check_in
 from onebit.comm import Comm
 from onebit.errors import ConfigError
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.freeze import AutoFreeze, check_freeze_step
 from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,7 +13,8 @@ from onebit.averaging import Transport
 from onebit.backend import chosen
 from onebit.comm import Comm
 from onebit.errors import ConfigError
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS, FlatOptimizer
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
+from onebit.optim import FlatOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

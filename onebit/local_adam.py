@@ -8,8 +8,8 @@ from onebit import lamb
 from onebit.averaging import Transport
 from onebit.codec import OneBit
 from onebit.comm import Comm
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.local_variance import LocalSettings, LocalVariance, Schedule
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,9 +13,9 @@ from onebit.backend import BucketStep, Momentum, chosen
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
 from onebit.local_variance import LocalSettings, LocalVariance, Schedule
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,7 +95,7 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
     def _norms(self, step: BucketStep, now: Momentum) -> lamb.Norms:
         """Of each layer of a bucket: parameter, direction, and direction with weight decay."""
         assert self._layout is not None
-        codec, params = step.codec, self._params()
+        codec, params = step.codec, self._x
         direction = codec.layer_norms(now.messages, now.mask)
         x_norms, updates = [], []
         decays = any(step.hypers.of(run).weight_decay for run, _ in self._layout.runs_in(codec.bucket))

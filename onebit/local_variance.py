@@ -106,6 +106,7 @@ class LocalVariance(FlatOptimizer):
 
     compresses = True
     takes_masks = False
+    needs_own_gradients = True
 
     _exchange: OneBitExchange | None = None
     _smooth = False
@@ -198,7 +199,7 @@ class LocalVariance(FlatOptimizer):
         counts, keep = self._verdict([mean.usable for mean in means], self._may_defer())
         if not counts:
             return
-        rates = corrected.rates(self._device)
+        rates = self._rates(corrected)
         for step, mean, messages in zip(steps, means, gathered, strict=True):
             mean.commit(keep)
             self._follow(mean.bucket, grads, hypers, keep)
@@ -213,7 +214,7 @@ class LocalVariance(FlatOptimizer):
         codec = step.codec
         bucket, before = codec.bucket, self._momentum[codec.bucket.index]
         now = Momentum(messages, codec.packed_alive)
-        layers = self._params()[bucket.layer_slice]
+        layers = self._x[bucket.layer_slice]
         size = self._compressed_step_sizes(step, now, rates[bucket.layer_slice])
         self._backend.apply(step, layers, now, self._ones[: bucket.numel], size)
         if step.keep is not None and isinstance(before, Momentum):

@@ -22,9 +22,10 @@ from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.freeze import FreezeStep
 from onebit.layout import Bucket, Run
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS, log
+from onebit.optim import log
 from onebit.stages import Compression, DeadElements
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class CompressedGradientAdam(_Mistake):
         return g
 
     def _advance(self, bucket: Bucket, mean: Tensor, hypers: Hypers) -> None:
-        x, rates = self._params()[bucket.layer_slice], hypers.rates(self._device)[bucket.layer_slice]
+        x, rates = self._x[bucket.layer_slice], self._rates(hypers)[bucket.layer_slice]
         m, v = self._flat["momentum"][bucket.slice], self._flat["variance"][bucket.slice]
         self._backend.warmup_apply(bucket, x, mean, m, v, hypers, rates, None)
 
@@ -155,9 +156,9 @@ class CompressedUpdateAdam(_Mistake):
         return update
 
     def _advance(self, bucket: Bucket, mean: Tensor, hypers: Hypers) -> None:
-        rates = hypers.rates(self._device)
+        rates = self._rates(hypers)
         for run, m, v in self._coming[bucket.index]:
             self._flat["momentum"][run.slice], self._flat["variance"][run.slice] = m, v
-            step, x = mean[run.start - bucket.start : run.stop - bucket.start], self._params()[run.layer_slice]
+            step, x = mean[run.start - bucket.start : run.stop - bucket.start], self._x[run.layer_slice]
             run.add_scaled(step, x, hypers.of(run).weight_decay)
             lamb.update(x, step, rates[run.layer_slice], run)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
 from onebit import lamb
 from onebit.averaging import Transport
+from onebit.backend import BucketStep, Momentum
 from onebit.checks import check_in
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.freeze import FreezeStep
 from onebit.guard import SwitchGuard
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
@@ -88,6 +92,12 @@ class OneBitAdam(OneBitOptimizer):
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
         self._frozen_at, self._compressed_updates = extra["frozen_at"], extra["compressed_updates"]
+
+    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
+        return torch.where(norms.direction > 0, rates, 0.0)  # AdamW leaves layers without a gradient alone, too
+
+    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+        return torch.where(self._asleep[step.codec.bucket.layer_slice], 0.0, rates)
 
     def _end_warmup(self) -> None:
         self._frozen_at = self._steps

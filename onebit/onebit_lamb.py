@@ -16,11 +16,11 @@ from onebit.comm import Comm
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.freeze import FreezeStep
 from onebit.guard import SwitchGuard
 from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
 from onebit.layout import Run
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS
 from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         if self._refreshes:
             return self._backend.measure(
                 step,
-                self._params()[bucket.layer_slice],
+                self._x[bucket.layer_slice],
                 now,
                 self._momentum[bucket.index],
                 self._flat["variance"][bucket.slice],
@@ -205,7 +205,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
     def _prepare_late_run(self, run: Run, m: Tensor, hyper: lamb.Hyper) -> bool:
         average, weight = (self._layerwise[name][run.layer_slice] for name in ("coeff_avg", "coeff_weight"))
         v = self._flat["variance"][run.slice].to(self._dtype)
-        lamb.late_coefficients(self._params()[run.layer_slice], m, v, average, weight, run, hyper, self._coeff_rule)
+        lamb.late_coefficients(self._x[run.layer_slice], m, v, average, weight, run, hyper, self._coeff_rule)
         return bool(((weight == 0) & (run.norms(m) > 0)).any())
 
     def _error_factor(self, rates: Tensor) -> Tensor | None:

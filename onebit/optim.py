@@ -1,7 +1,6 @@
-"""What every optimizer here shares: an ordinary torch.optim.Optimizer without an engine.
+"""The step that every optimizer here shares: an ordinary torch.optim.Optimizer without an engine.
 
-It holds what torch asks of an optimizer (groups, closure, state) and the order of a step; the arithmetic is in
-`lamb.py`. State is flat, one buffer per kind; `state[p]` holds views of it.
+What torch asks of it is in `flat.py`, the arithmetic in `lamb.py` and behind `backend.py`.
 
 On an accelerator the host never waits for a step: whether it counted is decided on the device, and the host learns of
 it at the next step (`_settle`).
@@ -12,38 +11,24 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.averaging import BITS, QuantisedMean, Transport, mean_over_workers
-from onebit.backend import Backend, Gradient, Hypers, TorchBackend, flat_gradient
-from onebit.checks import (
-    check_group,
-    check_in,
-    check_parameters,
-    check_structure,
-    check_whole,
-    fingerprints,
-    layer_names,
-)
-from onebit.comm import Comm, check_same, default_comm
-from onebit.deferred import Deferred
+from onebit.averaging import BITS, QuantisedMean, average_gradients, mean_over_workers
+from onebit.backend import Gradient, Hypers, flat_gradient
+from onebit.checks import checksum
+from onebit.clipping import NormEstimate, scale_gradients, sum_of_squares
+from onebit.deferred import Deferred, send
 from onebit.errors import ConfigError
 from onebit.exchange import LateSource, TensorSource
-from onebit.kernels import choose
-from onebit.layout import Bucket, FlatLayout
-from onebit.version import __version__
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from onebit.flat import FlatState
+from onebit.layout import Bucket
 
 log = logging.getLogger("onebit")
-
-DEFAULT_BUCKET_ELEMENTS = 2**24
 
 
 class Stage(enum.Enum):
@@ -53,7 +38,7 @@ class Stage(enum.Enum):
     COMPRESSED = "compressed"
 
 
-class FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(FlatState):
     """An optimizer whose state is flat and equal on all workers, and which averages the gradients itself.
 
     A subclass may say how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
@@ -63,121 +48,22 @@ class FlatOptimizer(torch.optim.Optimizer):
     """Whether steps may exchange compressed values, so that its stage is of interest."""
     sends_momentum = False
     """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
-    takes_masks = True
-    """Whether groups may hold `exp_avg_mask`."""
-    _layout: FlatLayout | None = None
+    needs_own_gradients = False
+    """Whether its warm-up needs each worker's own gradients beside their mean, so that nobody else may average them."""
+    _step_supports_amp_scaling = True  # GradScaler then calls `step` on all workers, whoever had an overflow
+    _skipped_steps = 0
+    _scaled = False  # whether a GradScaler calls `step`: the workers' scales may differ then
+    _attached = False  # whether a DDP model leaves the averaging to us, and helps in the warm-up
+    _clips = False  # whether `clip_grad_norm_` is in use
+    _rewarmed = False  # whether there was a way back from the compressed stage
+    _said_unknown = False
+    _clipped: Tensor | None = None  # the mean square of the workers' own gradients, where these were clipped
+    _squares: tuple[Tensor, Tensor] | None = None  # own and of the mean, of gradients that DDP averages
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        transport: Transport,
-        process_group: ProcessGroup | None,
-        comm: Comm | None,
-        bucket_elements: int | None,
-    ) -> None:
-        if bucket_elements is not None:
-            check_whole("bucket_elements", bucket_elements, 1)
-        if comm is not None and process_group is not None:
-            raise ConfigError("both comm and process_group were given; pass one of them")
-        self.comm = comm if comm is not None else default_comm(process_group)
-        self._transport: Transport = check_in("transport", transport, get_args(Transport))
-        self._bucket_elements = bucket_elements
-        self._flat: dict[str, Tensor] = {}  # state with one value per element
-        self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
-        self._averaged: Tensor | None = None
-        self._quantised: QuantisedMean | None = None  # through the warm-up, where gradients are sent as integers
-        self._steps = self._skipped_steps = 0
-        self._pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
-        self._compared = False  # whether the workers were found to agree, since the start or the last load
-        self.payload_bytes = 0
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    # -- torch's obligations -----------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Allowed until the first step, which fixes the flat order.
-
-        Raises:
-            ConfigError: after the first step, or for a setting that is not allowed.
-        """
-        if self._layout is not None:
-            raise ConfigError(
-                "a parameter group was added after the first step; the flat order and the errors of all workers are "
-                "fixed by then; add it before the first step, or build a new optimizer"
-            )
-        super().add_param_group(param_group)
-        try:
-            check_group(self.param_groups[-1])
-            self._check_group(self.param_groups[-1])
-        except ConfigError:
-            self.param_groups.pop()
-            raise
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ConfigError for what this optimizer cannot do with a group."""
-        if group.get("exp_avg_mask") is not None and not self.takes_masks:
-            raise ConfigError(f"exp_avg_mask is set on a group; {type(self).__name__} has no masks; leave it out")
-        if float(group["eps"]) == 0 and self._transport in BITS:
-            raise ConfigError(
-                f"eps is 0 and gradients are sent as {self._transport}, where small ones are zero at first: 0 / 0; "
-                "give an eps above 0"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError(
-            f"{type(self).__name__} cannot be copied or pickled, since it is tied to its workers; "
-            "build another one and load the state_dict() of this one"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict, with an entry "onebit" that holds what belongs to no single parameter.
-
-        In the compressed stage the errors in it are this worker's own: save one on every worker. Masks that the user
-        gave are not in it.
-        """
-        self._settle()
-        saved: dict[str, Any] = super().state_dict()
-        saved["param_groups"] = [
-            {key: value for key, value in group.items() if key != "exp_avg_mask"} for group in saved["param_groups"]
-        ]
-        return {**saved, "onebit": self._extra_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state dict that this worker's optimizer saved, with the same number of workers.
-
-        Raises:
-            ConfigError: it was saved by another optimizer, with other settings that decide which state there is, by
-                another number of workers, or for other parameters. Nothing has been changed then.
-        """
-        extra = state_dict.get("onebit")
-        if extra is None:
-            raise ConfigError(f"the state dict is another library's; {type(self).__name__} loads only its own")
-        check_structure(extra["structure"], self._structure())
-        for group in state_dict["param_groups"]:
-            check_group({**group, "params": []})
-        masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "onebit"})
-        for group, mask in zip(self.param_groups, masks, strict=True):
-            if mask is not None:
-                group["exp_avg_mask"] = mask
-        self._compared, self._pending = False, None
-        loaded = dict(self.state)
-        self.state.clear()
-        self._flat.clear()
-        self._layerwise.clear()
-        self._layout = None
-        if loaded:  # else it was saved before the first step
-            self._dtype, self._device = check_parameters(self._params(), self._names())
-            self._kernels, self._kernels_reason = choose(self._device, self._dtype)
-            self._allocate()
-        self._load_extra_state(extra)
-        for p, values in loaded.items():
-            for name, value in values.items():
-                self.state[p][name].copy_(value)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._means: set[int] = set()  # ids of the parameters whose gradients are means over the workers already
+        self._estimate = NormEstimate()
+        super().__init__(*args, **settings)
 
     def _extra_state(self) -> dict[str, Any]:
         return {
@@ -186,11 +72,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             "stage": self.stage.value,
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
+            "rewarmed": self._rewarmed,
+            "clipping": self._estimate.state(),
             "quantised": None if self._quantised is None else self._quantised.state(),
         }
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
-        self._steps, self._skipped_steps = extra["steps"], extra["skipped_steps"]
+        self._steps, self._skipped_steps, self._rewarmed = extra["steps"], extra["skipped_steps"], extra["rewarmed"]
+        self._estimate.load(extra["clipping"])
         self._quantised = None if extra["quantised"] is None else self._start_quantised()
         if self._quantised is not None:
             if extra["rank"] == self.comm.rank:
@@ -213,13 +102,57 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._make_ready()
+        assert self._stepped is not None
+        self._unscale()
+        self._stepped.pull()
+        self._x = self._stepped.tensors()
+        before = self.comm.payload_bytes
+        self._step()
+        self._stepped.push()
+        self._means.clear()
+        self._squares = None
+        self.payload_bytes += self.comm.payload_bytes - before
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self._means.clear()
+        self._squares = None
+        super().zero_grad(set_to_none)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._means = set()
+        super().__setstate__(state)
+
+    def _make_ready(self) -> None:
+        """Compare the workers where that is due; then note what the device found out about the last step."""
         if not self._compared:
             self._prepare()
         self._settle()
-        before = self.comm.payload_bytes
-        self._step()
-        self.payload_bytes += self.comm.payload_bytes - before
-        return loss
+
+    def _unscale(self) -> None:
+        """Undo what a `torch.amp.GradScaler` multiplied the loss with, unless it has done so itself."""
+        scale = getattr(self, "grad_scale", None)
+        self._scaled |= getattr(self, "found_inf", None) is not None
+        if scale is not None:
+            scale_gradients(self._params(), 1 / scale)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        grads = [g for g in self._gradients() if g is not None]
+        if self.comm.size == 1 or self._attached or self._means:
+            return
+        sums = checksum(torch.cat([g.flatten() for g in grads])) if any(bool(g.any()) for g in grads) else ""
+        seen = set(self.comm.all_gather_bytes(sums.encode()))
+        if self.comm.rank == 0 and len(seen) == 1 and seen != {b""}:
+            log.warning(
+                "all workers hold the same gradients: either they were given the same data, or something else averages "
+                "gradients (DistributedDataParallel does), and no bytes are saved; call onebit.attach(model, optimizer)"
+            )
+
+    def _settings(self) -> list[tuple[str, str]]:
+        return [*super()._settings(), ("stage", self.stage.value)]
 
     # -- what users read -----------------------------------------------------------------------------------
 
@@ -247,11 +180,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             "payload_bytes": self.payload_bytes,
         }
 
-    def _by_layer(self, name: str) -> dict[str, float]:
-        """{layer name: value} of a kind of layerwise state; empty before the first step."""
-        values = self._layerwise.get(name)
-        return {} if values is None else dict(zip(self._names(), values.tolist(), strict=True))
-
     # -- the step --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -261,7 +189,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Average the gradients, update if the average is finite."""
         assert self._layout is not None
         g = self._averaged_gradients()
-        hypers, params = self._hypers(), self._params()
+        self._calibrate(g)
+        hypers, params = self._hypers(), self._x
         m, v = self._flat["momentum"], self._flat["variance"]
         measured, own = [], []
         for bucket in self._layout.buckets:
@@ -271,7 +200,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         counts, keep = self._verdict([finite for _, finite in measured], self._may_defer())  # equal on all workers
         if not counts:
             return
-        rates = hypers.rates(self._device)
+        rates = self._rates(hypers)
         if self._quantised is not None:
             self._quantised.commit(keep)
         for bucket, gradient, (norms, _) in zip(self._layout.buckets, own, measured, strict=True):
@@ -315,9 +244,33 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._steps -= 1
                 self._skip()
 
+    @property
+    def wants_means(self) -> bool:
+        """Whether this step is to be given gradients that are means over the workers, or takes them itself.
+
+        Not where integers are sent, or own gradients are needed; and not once overflows on one worker may have given
+        the workers' `GradScaler`s different scales, which a mean over scaled gradients would mix.
+        """
+        usable = self._transport not in BITS and not self.needs_own_gradients
+        return self.stage is Stage.WARMUP and usable and not (self._scaled and self._rewarmed)
+
+    def note_means(self, params: Iterable[Tensor]) -> None:
+        """Say that the gradients of these parameters are means over the workers. Until `step` or `zero_grad`."""
+        self._means.update(map(id, params))
+
+    def note_squares(self, own: Tensor, of_mean: Tensor) -> None:
+        """Say what a part of the gradients had as squared norm before and after averaging, in whatever unit."""
+        before = self._squares
+        self._squares = (own, of_mean) if before is None else (before[0] + own, before[1] + of_mean)
+
     def _averaged_gradients(self) -> Gradient:
         """The mean of the workers' gradients; a missing gradient counts as zero."""
         assert self._layout is not None
+        if self._means:
+            rest = [p for p in self._params() if id(p) not in self._means]
+            if rest:
+                average_gradients(rest, self.comm, self._transport)
+            return self._gradients()
         grads = self._gradients()
         if self.comm.size == 1 and self._transport == "fp32":  # nothing to average: read where they are
             return grads
@@ -366,92 +319,104 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"lr is {lr} after {self._steps} updates; it must be finite and at least 0")
         return lamb.Hyper(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
+    def _rates(self, hypers: Hypers) -> Tensor:
+        """The learning rate of each layer, float64 [layers]; 0 where a parameter asks for no gradient now."""
+        rates, moves = hypers.rates(self._device), [p.requires_grad for p in self._params()]
+        return rates if all(moves) else rates * send(torch.tensor(moves, dtype=torch.float64), self._device)
+
     def _gradients(self) -> list[Tensor | None]:
         """This worker's gradients, one per layer."""
-        grads = [p.grad for p in self._params()]
-        for name, grad in zip(self._names(), grads, strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                raise ConfigError(f"the gradient of {name} is {grad.layout}; only dense gradients are allowed")
-        return grads
+        assert self._stepped is not None
+        for name, p in zip(self._names(), self._params(), strict=True):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise ConfigError(f"the gradient of {name} is {p.grad.layout}; only dense gradients are allowed")
+        return self._stepped.gradients()
 
-    # -- set-up ------------------------------------------------------------------------------------------------
+    # -- clipping ------------------------------------------------------------------------------------------------
 
-    def _groups(self) -> list[list[torch.nn.Parameter]]:
-        return [group["params"] for group in self.param_groups]
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of all workers by one factor, so that the norm of their mean is at most `max_norm`.
 
-    def _params(self) -> list[torch.nn.Parameter]:
-        return [p for group in self._groups() for p in group]
+        Call it where `torch.nn.utils.clip_grad_norm_` would be called: after backward, once per step. A collective.
+        In the warm-up stage the gradients are averaged here instead of in `step`, and the norm is that of the mean. In
+        the compressed stage every worker keeps its own gradient, and the norm of their mean is estimated: the mean of
+        their squared norms, one number from each worker, times the share that averaging kept of it in the last warm-up
+        steps with clipping (docs/clipping.md has the error of the estimate).
 
-    def _names(self) -> list[str]:
-        return layer_names(self)
+        Args:
+            max_norm: above 0; inf clips nothing and measures.
+            error_if_nonfinite: raise instead of leaving it to `step`, which skips such gradients on all workers.
 
-    def _settings(self) -> list[tuple[str, str]]:
-        """What must be the same on all workers, apart from the parameters."""
-        named = [("onebit version", __version__), ("torch version", torch.__version__)]
-        named += [("kernels", self._kernels), ("device", self._device.type)]
-        named += [("transport", self._transport), ("stage", self.stage.value), ("updates made", str(self._steps))]
-        for i, group in enumerate(self.param_groups):
-            named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
-        return [*self._structure(), *named]
+        Returns:
+            The norm before clipping, or its estimate: float64 [], equal on all workers.
 
-    def _structure(self) -> list[tuple[str, str]]:
-        """What decides which state there is and how it lies in memory."""
-        named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
-        named += [("dtype", str(next(iter(self._params())).dtype))]
-        named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
-        named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
-        return named + [
-            (f"shape of {n}", str(tuple(p.shape))) for n, p in zip(self._names(), self._params(), strict=True)
-        ]
-
-    def _prepare(self) -> None:
-        """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""
-        self._dtype, self._device = check_parameters(self._params(), self._names())
-        self._kernels, self._kernels_reason = choose(self._device, self._dtype)
-        check_same(self.comm, "optimizer settings", self._settings())
-        check_same(self.comm, "parameters", fingerprints(self._params(), self._names()))
-        check_same(self.comm, "loaded states", fingerprints(list(self._flat.values()), list(self._flat)))
-        self._compared = True
-        if self._layout is None:
-            self._allocate()
-        if self.comm.rank == 0:
-            log.info("kernels: %s (%s)", self._kernels, self._kernels_reason)
-
-    def _allocate(self) -> None:
-        """Lay out the flat order and the state of the warm-up stage, all zero."""
-        params = self._params()
-        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._layout = FlatLayout([p.shape for p in params], self.comm.size, groups, self._bucket_elements)
-        self._backend = self._build_backend(self._layout)
-        for name in ("momentum", "variance"):
-            self._add_flat(name)
-
-    def _build_backend(self, layout: FlatLayout) -> Backend:
-        if self._kernels == "native":
-            from onebit.native_backend import NativeBackend  # imports the compiled module
-
-            return NativeBackend(layout)
-        if self._kernels == "triton":
-            from onebit.triton_backend import TritonBackend  # imports triton
-
-            return TritonBackend(layout, self._device)
-        return TorchBackend(layout, self._dtype, self._device)
-
-    def _add_flat(self, name: str, values: Tensor | None = None) -> Tensor:
-        """Add or replace a kind of state with one value per element, [layout.numel], with a view in every state[p].
-
-        `values`: None for zeros in the parameters' dtype.
+        Raises:
+            ConfigError: max_norm is not above 0; or the norm is not finite and `error_if_nonfinite` is set.
         """
-        assert self._layout is not None
-        self._flat[name] = self._layout.zeros(self._dtype, self._device) if values is None else values
-        for p, view in zip(self._params(), self._layout.views(self._flat[name]), strict=True):
-            self.state[p][name] = view
-        return self._flat[name]
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
+        self._make_ready()
+        before, self._clips = self.comm.payload_bytes, True
+        if self.stage is Stage.WARMUP and not self.needs_own_gradients:
+            square = self._square_of_means()
+        else:
+            own = self._shared(sum_of_squares(self._gradients(), self._device))
+            if not self._estimate.known and not self.needs_own_gradients and self.comm.size > 1:
+                self._say_unknown()
+            square = own * self._estimate.kept
+            self._clipped = own
+        norm = square.sqrt()
+        self.payload_bytes += self.comm.payload_bytes - before
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise ConfigError(f"the norm of the gradients is {float(norm)}, and error_if_nonfinite is set")
+        factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        scale_gradients(self._params(), factor)
+        self._clip_factor = factor
+        return norm
 
-    def _add_layerwise(self, name: str, value: float) -> Tensor:
-        """Add a kind of state with one value per layer, with a view in every state[p]."""
-        params = self._params()
-        self._layerwise[name] = torch.full((len(params),), value, dtype=self._dtype, device=self._device)
-        for p, view in zip(params, self._layerwise[name].unbind(), strict=True):
-            self.state[p][name] = view
-        return self._layerwise[name]
+    def _say_unknown(self) -> None:
+        if self.comm.rank == 0 and not self._said_unknown:
+            log.warning(
+                "clip_grad_norm_ was not used in the warm-up, so how much shorter the mean of the gradients is than "
+                "they are is not known: the norm of the workers' own is taken, and clipping is stronger than asked"
+            )
+        self._said_unknown = True
+
+    def _square_of_means(self) -> Tensor:
+        """Put the means of the gradients in their place; the square of their norm. What averaging kept is noted."""
+        averaged = bool(self._means)  # by DDP, which noted the squares if it knew that they are wanted
+        own = None if averaged else sum_of_squares(self._gradients(), self._device)
+        self._put_means_in_place()
+        square = sum_of_squares(self._gradients(), self._device)
+        pair = self._squares if own is None else (own, square)
+        self._squares = None
+        if pair is not None and self.comm.size > 1:
+            self._estimate.note(float(pair[1]), float(self._shared(pair[0])))
+        return square
+
+    def _put_means_in_place(self) -> None:
+        assert self._layout is not None
+        g = self._averaged_gradients()
+        if isinstance(g, Tensor):
+            for p, mean in zip(self._params(), self._layout.views(g), strict=True):
+                if p.grad is not None:
+                    p.grad.copy_(mean)
+                elif p.requires_grad:
+                    p.grad = mean.to(p.dtype, copy=True)
+        self.note_means(self._params())
+
+    def _shared(self, square: Tensor) -> Tensor:
+        """The mean of a number over the workers; float64 []."""
+        if self.comm.size > 1:
+            square = square.reshape(1)
+            self.comm.all_reduce(square)
+            square = square[0] / self.comm.size
+        return square
+
+    def _calibrate(self, g: Gradient) -> None:
+        """Where own gradients were clipped and their mean, flat or by layer, is known only now: note what it kept."""
+        if self._clipped is not None and self.comm.size > 1:
+            of_mean = sum_of_squares([g] if isinstance(g, Tensor) else g, self._device) / self._clip_factor.square()
+            self._estimate.note(float(of_mean), float(self._clipped))
+        self._clipped = None

@@ -76,12 +76,13 @@ class TwoStages(FlatOptimizer):
     _settling: Settling | None = None  # else the rule at work, from the first step on
     _watch: Watch | None = None
     _freeze_why = "as was asked"  # with a known `_freeze_at`
-    freeze_reason = ""
+    freeze_reason: str
     """Why the last warm-up stage ended; empty before it did."""
-    switch_outlook = ""
+    switch_outlook: str
     """What `preview_switch` found at the last switch, in a sentence; empty before it."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
+        self.freeze_reason = self.switch_outlook = ""
         how = self._compression
         self._freeze_at = how.freeze_at
         self._watch = None if how.guard is None else Watch(how.guard)
@@ -110,6 +111,7 @@ class TwoStages(FlatOptimizer):
         self._settle()
         if self._exchange is not None:
             self._leave_compressed()
+            self._rewarmed = True
         self._freeze_at, self._freeze_why = self._steps + steps, f"{steps} after a refreeze"
         if self.comm.rank == 0:
             log.info("warm-up stage for %d updates, up to update %d", steps, self._freeze_at)

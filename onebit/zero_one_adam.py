@@ -15,8 +15,9 @@ from onebit.checks import check_floor, check_in, check_kind, check_whole, finger
 from onebit.codec import OneBit
 from onebit.comm import Comm, check_same
 from onebit.exchange import ROOM, OneBitExchange
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.layout import FlatLayout, Run
-from onebit.optim import DEFAULT_BUCKET_ELEMENTS, FlatOptimizer, Stage, log
+from onebit.optim import FlatOptimizer, Stage, log
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,6 +90,7 @@ class ZeroOneAdam(FlatOptimizer):
 
     compresses = True
     takes_masks = False
+    needs_own_gradients = True
     _exchange: OneBitExchange | None = None
     _local_steps = 0  # since the last exchange
 
@@ -203,6 +205,7 @@ class ZeroOneAdam(FlatOptimizer):
     def _variance_step(self, exchange: OneBitExchange, work: Work, g: Tensor) -> None:
         """[T_v] Adam on averaged gradients. No local step comes before any of these, so m is everyone's."""
         mean_over_workers(g, self.comm, self._mean_transport)
+        self._calibrate(g)
         if not self._verdict([self._sound(g[run.slice], hyper) for run, hyper in work], defer=False)[0]:
             return
         m, v = self._flat["momentum"], self._flat["variance"]
@@ -234,7 +237,7 @@ class ZeroOneAdam(FlatOptimizer):
         exchange.note_headers([mean.headers for mean in means])
         if self._local_steps:
             self._flat["update"].zero_()
-            for x, view in zip(self._params(), exchange.layout.views(self._flat["anchor"]), strict=True):
+            for x, view in zip(self._x, exchange.layout.views(self._flat["anchor"]), strict=True):
                 x.copy_(view)
         self._late = any([self._level(exchange, run, ubar[run.slice], hyper) for run, hyper in work])  # not a generator
         self._lr_sums, self._local_steps = [0.0] * len(self._lr_sums), 0
@@ -262,7 +265,7 @@ class ZeroOneAdam(FlatOptimizer):
     def _local_step(self, layout: FlatLayout, work: Work, g: Tensor) -> None:
         """This worker alone, and the host does not wait for the device."""
         if self.in_sync:
-            self._flat["anchor"].copy_(layout.gather(self._params(), self._dtype, self._device))
+            self._flat["anchor"].copy_(layout.gather(self._x, self._dtype, self._device))
         sound = torch.stack([self._sound(g[run.slice], hyper) for run, hyper in work]).all()
         self._left_out += ~sound
         for run, hyper in work:
@@ -280,10 +283,11 @@ class ZeroOneAdam(FlatOptimizer):
 
     def _move(self, run: Run, d: Tensor, lr_sum: float, hyper: lamb.Hyper) -> None:
         """x -= d / (sqrt(v) + eps) + lr_sum * weight_decay * x, in place; d: [numel]."""
-        x, step = self._params()[run.layer_slice], d / (self._root(run) + hyper.eps)
+        x, step = self._x[run.layer_slice], d / (self._root(run) + hyper.eps)
         if hyper.weight_decay:
             run.add_scaled(step, x, lr_sum * hyper.weight_decay)
-        run.subtract(x, step)
+        moves = [p.requires_grad for p in self._params()[run.layer_slice]]
+        run.subtract(x, step if all(moves) else step * run.spread(step.new_tensor(moves)))
 
     def _root(self, run: Run) -> Tensor:
         """sqrt(v) with the floor, [numel]; infinite where v is 0, which holds what is divided by it."""

@@ -26,6 +26,7 @@ from onebit import checks
 from onebit.comm import Comm, Distributed, Solo, check_same, default_comm, ring_all_reduce_bytes
 from onebit.errors import CommError, ConfigError, MismatchError
 from onebit.virtual import run_workers
+from onebit.weights import Weights
 
 LAWS = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 
@@ -437,27 +438,34 @@ def test_fingerprints_tell_shape_dtype_and_values_by_name():
     assert checks.fingerprints([p.clone() for p in a], names) == mine
 
 
-def test_check_parameters_returns_what_all_share():
-    assert checks.check_parameters([torch.ones(2), torch.ones(3)], ["a", "b"]) == (
-        torch.float32,
-        torch.device("cpu"),
-    )
-    assert checks.check_parameters([torch.ones(2).double()], ["a"])[0] == torch.float64
+@pytest.mark.parametrize(
+    ("dtypes", "computes_in"),
+    [
+        ([torch.float32, torch.float32], torch.float32),
+        ([torch.float32, torch.bfloat16, torch.float16], torch.float32),
+        ([torch.float16], torch.float32),
+        ([torch.float64], torch.float64),
+    ],
+)
+def test_weights_know_what_to_compute_in(dtypes, computes_in):
+    weights = Weights([torch.ones(2, dtype=dtype) for dtype in dtypes], [str(dtype) for dtype in dtypes])
+    assert (weights.dtype, weights.device) == (computes_in, torch.device("cpu"))
+    assert {x.dtype for x in weights.tensors()} == {computes_in}
 
 
 @pytest.mark.parametrize(
     ("dtypes", "words"),
     [
-        ([torch.float32, torch.bfloat16], "second is torch.bfloat16; parameters must be torch.float32"),
-        ([torch.float16, torch.float32], "first is torch.float16; .* torch.autocast"),
+        ([torch.float32, torch.float8_e5m2], "second is torch.float8_e5m2; parameters must be torch.float32"),
+        ([torch.float16, torch.float64], "second is torch.float64 on cpu, first is torch.float16"),
         ([torch.complex64], "first is torch.complex64"),
         ([torch.float32, torch.float64], "second is torch.float64 on cpu, first is torch.float32 on cpu; all"),
     ],
 )
-def test_check_parameters_names_the_one_that_does_not_fit(dtypes, words):
+def test_weights_name_the_parameter_that_does_not_fit(dtypes, words):
     params = [torch.ones(2, dtype=dtype) for dtype in dtypes]
     with pytest.raises(ConfigError, match=words):
-        checks.check_parameters(params, ["first", "second"][: len(params)])
+        Weights(params, ["first", "second"][: len(params)])
 
 
 def group(**changes: Any) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class Task:
 
 
 def language(study: dict[str, Any]) -> Task:
-    """A GPT of 3 layers of width 128 on the study's text: every token is predicted."""
+    """A GPT (3 layers of width 128 unless [model] says otherwise) on the study's text: every token is predicted."""
+    model = {"hidden_size": 128, "layers": 3} | study.get("model", {})
     corpus = prepare(parse({"data": study["data"], "model": {"vocab_size": 2000}}, {}), Solo())
     length, per_worker = study["data"]["sequence_length"], study["train"]["micro_batch"]
 
@@ -44,7 +45,8 @@ def language(study: dict[str, Any]) -> Task:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(seed)
-        shape = {"vocab_size": corpus.vocab_size, "n_positions": length, "n_embd": 128, "n_layer": 3, "n_head": 4}
+        shape = {"vocab_size": corpus.vocab_size, "n_positions": length, "n_embd": model["hidden_size"]}
+        shape |= {"n_layer": model["layers"], "n_head": 4}
         config = GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         return GPT2LMHeadModel(config)
 
@@ -105,7 +107,7 @@ def run(name: str, study: dict[str, Any], variant: dict[str, Any], seed: int) ->
     """Train one variant; `study` as in the TOML file, `variant` over its [optimizer] table."""
     import json
 
-    task = _task(name, json.dumps({"data": study["data"], "train": study["train"]}))
+    task = _task(name, json.dumps({key: study.get(key, {}) for key in ("data", "model", "train")}))
     given = {f"optimizer.{key}": value for key, value in variant.items()}
     recipe, _ = resolve(parse(study, {**given, "train.seed": seed}))
     began = time.perf_counter()

@@ -1,0 +1,307 @@
+"""What torch asks of an optimizer whose state is flat: groups, state dict, copies; and how its state is laid out.
+
+State is one buffer per kind; `state[p]` holds views of it. The step is in `optim.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from onebit.averaging import BITS, QuantisedMean, Transport
+from onebit.backend import Backend, TorchBackend
+from onebit.checks import check_group, check_in, check_structure, check_whole, fingerprints, layer_names
+from onebit.comm import Comm, check_same, default_comm
+from onebit.deferred import Deferred
+from onebit.errors import ConfigError
+from onebit.kernels import choose
+from onebit.layout import FlatLayout
+from onebit.version import __version__
+from onebit.weights import Weights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("onebit")
+
+DEFAULT_BUCKET_ELEMENTS = 2**24
+
+REBUILT = {
+    *("state", "step", "_layout", "_backend", "_stepped", "_x", "_flat", "_layerwise", "_averaged", "_quantised"),
+    *("_exchange", "_momentum", "_own", "_smoothed", "_ones", "_roots", "_coming", "_mask", "_asleep", "_pending"),
+    *("_means", "_squares", "_clipped"),
+}
+"""Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
+
+
+class FlatState(torch.optim.Optimizer):
+    """Groups, settings and state of an optimizer; equal on all workers but for what a subclass says."""
+
+    takes_masks = True
+    """Whether groups may hold `exp_avg_mask`."""
+    _layout: FlatLayout | None = None
+    _stepped: Weights | None = None
+    _averaged: Tensor | None = None
+    _quantised: QuantisedMean | None = None  # through the warm-up, where gradients are sent as integers
+    _pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
+    _compared = False  # whether the workers were found to agree, since the start or the last load
+    _steps = 0
+    payload_bytes = 0
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        transport: Transport,
+        process_group: ProcessGroup | None,
+        comm: Comm | None,
+        bucket_elements: int | None,
+    ) -> None:
+        if bucket_elements is not None:
+            check_whole("bucket_elements", bucket_elements, 1)
+        if comm is not None and process_group is not None:
+            raise ConfigError("both comm and process_group were given; pass one of them")
+        self.comm = comm if comm is not None else default_comm(process_group)
+        self._transport: Transport = check_in("transport", transport, get_args(Transport))
+        self._bucket_elements = bucket_elements
+        self._flat: dict[str, Tensor] = {}  # state with one value per element
+        self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    # -- torch's obligations -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Allowed until the first step, which fixes the flat order.
+
+        Raises:
+            ConfigError: after the first step, or for a setting that is not allowed.
+        """
+        if self._layout is not None:
+            raise ConfigError(
+                "a parameter group was added after the first step; the flat order and the errors of all workers are "
+                "fixed by then; add it before the first step, or build a new optimizer"
+            )
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ConfigError for what this optimizer cannot do with a group."""
+        if group.get("exp_avg_mask") is not None and not self.takes_masks:
+            raise ConfigError(f"exp_avg_mask is set on a group; {type(self).__name__} has no masks; leave it out")
+        if float(group["eps"]) == 0 and self._transport in BITS:
+            raise ConfigError(
+                f"eps is 0 and gradients are sent as {self._transport}, where small ones are zero at first: 0 / 0; "
+                "give an eps above 0"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the settings, and the state as a state dict. Hooks are left out, as torch does."""
+        kept = {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in REBUILT and not key.startswith("_optimizer_")
+        }
+        return {**kept, "saved": None if self._layout is None else self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "saved" not in state:  # torch calls this to put in groups that it has loaded
+            super().__setstate__(state)
+            return
+        saved = state.pop("saved")
+        super().__setstate__({**state, "state": defaultdict(dict)})
+        self._flat, self._layerwise, self._compared = {}, {}, False
+        if saved is not None:
+            self.load_state_dict(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict, with an entry "onebit" that holds what belongs to no single parameter.
+
+        In the compressed stage the errors in it are this worker's own: save one on every worker. Masks that the user
+        gave are not in it.
+        """
+        self._settle()
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            saved: dict[str, Any] = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks  # they are called when all is there
+        saved["param_groups"] = [
+            {key: value for key, value in group.items() if key != "exp_avg_mask"} for group in saved["param_groups"]
+        ]
+        saved["onebit"] = self._extra_state()
+        for hook in hooks.values():
+            changed = hook(self, saved)
+            saved = saved if changed is None else changed
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state dict that this worker's optimizer saved, with the same number of workers.
+
+        Raises:
+            ConfigError: it was saved by another optimizer, with other settings that decide which state there is, by
+                another number of workers, or for other parameters. Nothing has been changed then.
+        """
+        kept: dict[str, Any] = {}
+
+        def take_out_state(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            extra = given.get("onebit")  # after the user's own hooks
+            if extra is None:
+                raise ConfigError(f"the state dict is another library's; {type(self).__name__} loads only its own")
+            check_structure(extra["structure"], self._structure())
+            for group in given["param_groups"]:
+                check_group({**group, "params": []})
+            kept.update(given)
+            return {"state": {}, "param_groups": given["param_groups"]}  # torch would cast state to 16 bits
+
+        masks = [group.get("exp_avg_mask") for group in self.param_groups]
+        hooks, last = self._optimizer_load_state_dict_post_hooks, self.register_load_state_dict_pre_hook(take_out_state)
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()  # they are called when all is there
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._optimizer_load_state_dict_post_hooks = hooks
+            last.remove()
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            if mask is not None:
+                group["exp_avg_mask"] = mask
+        numbers = [number for group in kept["param_groups"] for number in group["params"]]
+        self._restore([kept["state"].get(number, {}) for number in numbers], kept["onebit"])
+        for hook in hooks.values():
+            hook(self)
+
+    def _restore(self, by_layer: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+        """Lay out the state and fill it, given the saved state of each layer and of the whole."""
+        self._compared, self._pending = False, None
+        self.state.clear()
+        self._flat.clear()
+        self._layerwise.clear()
+        self._layout = self._stepped = None
+        if any(by_layer):  # else it was saved before the first step
+            self._allocate()
+        self._load_extra_state(extra)
+        for p, values in zip(self._params(), by_layer, strict=True):
+            for name, value in values.items():
+                self.state[p][name].copy_(value)
+        if self._stepped is not None:
+            self._stepped.push()
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {
+            "structure": self._structure(),
+            "rank": self.comm.rank,
+        }
+
+    def _load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Take over what belongs to no single parameter."""
+
+    def _settle(self) -> None:
+        """Take note of what the device has found out about the last step."""
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> list[list[torch.nn.Parameter]]:
+        return [group["params"] for group in self.param_groups]
+
+    def _params(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._groups() for p in group]
+
+    def _names(self) -> list[str]:
+        return layer_names(self)
+
+    def _settings(self) -> list[tuple[str, str]]:
+        """What must be the same on all workers, apart from the parameters."""
+        named = [("onebit version", __version__), ("torch version", torch.__version__)]
+        named += [("kernels", self._kernels), ("device", self._device.type)]
+        named += [("transport", self._transport), ("updates made", str(self._steps))]
+        for i, group in enumerate(self.param_groups):
+            named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
+        return [*self._structure(), *named]
+
+    def _structure(self) -> list[tuple[str, str]]:
+        """What decides which state there is and how it lies in memory."""
+        named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
+        named += [("dtype", ", ".join(sorted({str(p.dtype) for p in self._params()})))]
+        named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
+        named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
+        return named + [(f"shape of parameter {i}", str(tuple(p.shape))) for i, p in enumerate(self._params())]
+
+    def _prepare(self) -> None:
+        """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""
+        if self._stepped is None:
+            self._weigh()
+        check_same(self.comm, "optimizer settings", self._settings())
+        check_same(self.comm, "parameters", fingerprints(self._params(), self._names()))
+        check_same(self.comm, "loaded states", fingerprints(list(self._flat.values()), list(self._flat)))
+        self._compared = True
+        if self._layout is None:
+            self._allocate()
+        if self.comm.rank == 0:
+            log.info("kernels: %s (%s)", self._kernels, self._kernels_reason)
+
+    def _weigh(self) -> None:
+        """Look at the parameters: check them, make master weights for those in 16 bits, choose the kernels."""
+        self._stepped = Weights(self._params(), self._names())
+        self._dtype, self._device = self._stepped.dtype, self._stepped.device
+        self._kernels, self._kernels_reason = choose(self._device, self._dtype)
+        self._x = self._stepped.tensors()
+
+    def _allocate(self) -> None:
+        """Lay out the flat order and the state of the warm-up stage, all zero."""
+        if self._stepped is None:
+            self._weigh()
+        assert self._stepped is not None
+        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._layout = FlatLayout([x.shape for x in self._x], self.comm.size, groups, self._bucket_elements)
+        self._backend = self._build_backend(self._layout)
+        for name in ("momentum", "variance"):
+            self._add_flat(name)
+        params = self._params()
+        for index, master in self._stepped.masters.items():
+            self.state[params[index]]["master"] = master
+
+    def _build_backend(self, layout: FlatLayout) -> Backend:
+        if self._kernels == "native":
+            from onebit.native_backend import NativeBackend  # imports the compiled module
+
+            return NativeBackend(layout)
+        if self._kernels == "triton":
+            from onebit.triton_backend import TritonBackend  # imports triton
+
+            return TritonBackend(layout, self._device)
+        return TorchBackend(layout, self._dtype, self._device)
+
+    def _add_flat(self, name: str, values: Tensor | None = None) -> Tensor:
+        """Add or replace a kind of state with one value per element, [layout.numel], with a view in every state[p].
+
+        `values`: None for zeros in the parameters' dtype.
+        """
+        assert self._layout is not None
+        self._flat[name] = self._layout.zeros(self._dtype, self._device) if values is None else values
+        for p, view in zip(self._params(), self._layout.views(self._flat[name]), strict=True):
+            self.state[p][name] = view
+        return self._flat[name]
+
+    def _add_layerwise(self, name: str, value: float) -> Tensor:
+        """Add a kind of state with one value per layer, with a view in every state[p]."""
+        params = self._params()
+        self._layerwise[name] = torch.full((len(params),), value, dtype=self._dtype, device=self._device)
+        for p, view in zip(params, self._layerwise[name].unbind(), strict=True):
+            self.state[p][name] = view
+        return self._layerwise[name]
+
+    def _by_layer(self, name: str) -> dict[str, float]:
+        """{layer name: value} of a kind of layerwise state; empty before the first step."""
+        values = self._layerwise.get(name)
+        return {} if values is None else dict(zip(self._names(), values.tolist(), strict=True))

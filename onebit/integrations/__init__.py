@@ -1,0 +1,1 @@
+"""Into the training that people have: DistributedDataParallel, Hugging Face, Lightning."""
