@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onebit.sharding import local
+
 DECAY = 0.9  # of the averages over steps
 
 
@@ -52,4 +54,4 @@ def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply all gradients by a factor, [], in place. It is rounded to the gradients' dtype."""
     for p in params:
         if p.grad is not None:
-            p.grad.mul_(factor.to(p.grad.device, p.grad.dtype))
+            local(p.grad).mul_(factor.to(p.grad.device, p.grad.dtype))

@@ -29,6 +29,10 @@ from onebit.stages import TwoStages
 log = logging.getLogger("onebit")
 
 
+Measure = tuple[Tensor, lamb.Norms] | None
+"""Of the layers of a bucket: what their ratios move to, [layers], and the norms that blend it."""
+
+
 class OneBitOptimizer(TwoStages):
     """A subclass says how far each layer goes in both stages."""
 
@@ -243,9 +247,10 @@ class OneBitOptimizer(TwoStages):
         """Which layers have no element that takes part in the exchange; bool [layers]."""
         assert self._layout is not None
         if alive is None:
-            self._asleep = torch.zeros(len(self._layout.layers), dtype=torch.bool, device=self._device)
+            self._asleep_here = torch.zeros(len(self._layout.layers), dtype=torch.bool, device=self._device)
         else:
-            self._asleep = torch.stack([~view.any() for view in self._layout.views(alive)])
+            self._asleep_here = torch.stack([~view.any() for view in self._layout.views(alive)])
+        self._asleep = self._asleep_here
 
     def _layer_scale(self, bucket: Bucket) -> Tensor | None:
         """The momentum scales of a bucket's layers; None where there are none."""
@@ -272,7 +277,7 @@ class OneBitOptimizer(TwoStages):
         for mean in means:
             mean.serve()
         gathered = [mean.gather() for mean in means]
-        counts, keep = self._verdict([mean.usable for mean in means], self._may_defer())
+        counts, keep = self._verdict(self._agreed([mean.usable for mean in means]), self._may_defer())
         if not counts:
             return
         for mean in means:
@@ -282,8 +287,7 @@ class OneBitOptimizer(TwoStages):
             Momentum(self._kept_messages(messages, codec, keep), self._momentum_mask(codec))
             for messages, codec in zip(gathered, exchange.codecs, strict=True)
         ]
-        for step, momentum in zip(steps, now, strict=True):
-            self._update(step.keeping(keep), momentum, rates[step.codec.bucket.layer_slice])
+        self._update([step.keeping(keep) for step in steps], now, rates)
         self._keep(now)
         if self._watch is not None:
             self._look_out(float(chosen(keep, _norm(exchange, gathered), math.nan)))
@@ -317,18 +321,51 @@ class OneBitOptimizer(TwoStages):
         self._momentum = list(momentum)
         self._drop(self._flat, "momentum")
 
-    def _update(self, step: BucketStep, now: Momentum, rates: Tensor) -> None:
-        """Everyone's part on one bucket: from the momentum that all hold to the new parameters."""
-        bucket = step.codec.bucket
-        if self._late[bucket.index]:
-            self._prepare_late_layers(step, now)
-        step_size = self._compressed_step_sizes(step, now, rates)
-        x, v = self._x[bucket.layer_slice], self._flat["variance"][bucket.slice]
-        self._backend.apply(step, x, now, v, step_size)
+    def _update(self, steps: list[BucketStep], now: list[Momentum], rates: Tensor) -> None:
+        """Everyone's part: from the momentum that all hold to the new parameters. `rates`: lr of each layer."""
+        for step, momentum in zip(steps, now, strict=True):
+            if self._late[step.codec.bucket.index]:
+                self._prepare_late_layers(step, momentum)
+        measured = [self._measure(step, momentum) for step, momentum in zip(steps, now, strict=True)]
+        for step, momentum, found in zip(steps, now, self._measures_of_whole_layers(measured), strict=True):
+            bucket = step.codec.bucket
+            step_size = self._compressed_step_sizes(step, found, rates[bucket.layer_slice])
+            x, v = self._x[bucket.layer_slice], self._flat["variance"][bucket.slice]
+            self._backend.apply(step, x, momentum, v, step_size)
 
-    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+    def _measure(self, step: BucketStep, now: Momentum) -> Measure:
+        """What the step sizes of a bucket's layers need to know of the coming step."""
+        return None
+
+    def _compressed_step_sizes(self, step: BucketStep, measured: Measure, rates: Tensor) -> Tensor:
         """What the directions of a bucket's layers are multiplied by, [layers of the bucket]; `rates`: lr of each."""
         return rates
+
+    def _measures_of_whole_layers(self, measured: list[Measure]) -> list[Measure]:
+        """Put together over the shards of the layers, where there are any."""
+        found = [pair for pair in measured if pair is not None]
+        if self._shards is None or not found:
+            return measured
+        assert self._layout is not None
+        norms = torch.cat([torch.stack([n.x, n.direction, n.update]) for _, n in found], dim=1)
+        squares, largest = self._shards.sums_and_largest(norms.square(), torch.cat([q for q, _ in found]))
+        norms, largest = squares.sqrt(), largest.to(self._dtype)
+        layers = [bucket.layer_slice for bucket in self._layout.buckets]
+        return [(largest[here], lamb.Norms(*norms[:, here])) for here in layers]
+
+    def _agreed(self, usable: list[Tensor]) -> list[Tensor]:
+        """Whether the step can be taken, also by the processes that hold the other shards of the layers.
+
+        They also agree on which buckets and layers have elements that have just come alive.
+        """
+        if self._shards is None:
+            return usable
+        late = torch.tensor(self._late, dtype=torch.bool, device=self._device)
+        flags = torch.cat([~torch.stack(usable), late, ~self._asleep_here])
+        sizes = [len(usable), len(late), len(self._asleep_here)]
+        unusable, late, awake = torch.split(self._shards.any(flags), sizes)
+        self._late, self._asleep = late.tolist(), ~awake
+        return [~unusable.any()]
 
     def _prepare_late_layers(self, step: BucketStep, now: Momentum) -> None:
         """Only while a layer that takes part in the exchange may lack a variance: at the switch, and after a wake."""

@@ -20,6 +20,7 @@ from onebit.deferred import Deferred
 from onebit.errors import ConfigError
 from onebit.kernels import choose
 from onebit.layout import FlatLayout
+from onebit.sharding import Shards, find_shards, local
 from onebit.version import __version__
 from onebit.weights import Weights
 
@@ -33,7 +34,7 @@ DEFAULT_BUCKET_ELEMENTS = 2**24
 REBUILT = {
     *("state", "step", "_layout", "_backend", "_stepped", "_x", "_flat", "_layerwise", "_averaged", "_quantised"),
     *("_exchange", "_momentum", "_own", "_smoothed", "_ones", "_roots", "_coming", "_mask", "_asleep", "_pending"),
-    *("_means", "_squares", "_clipped"),
+    *("_means", "_squares", "_clipped", "_shards", "_asleep_here"),
 }
 """Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
 
@@ -41,10 +42,13 @@ REBUILT = {
 class FlatState(torch.optim.Optimizer):
     """Groups, settings and state of an optimizer; equal on all workers but for what a subclass says."""
 
+    takes_shards = False
+    """Whether parameters may be DTensors."""
     takes_masks = True
     """Whether groups may hold `exp_avg_mask`."""
     _layout: FlatLayout | None = None
     _stepped: Weights | None = None
+    _shards: Shards | None = None
     _averaged: Tensor | None = None
     _quantised: QuantisedMean | None = None  # through the warm-up, where gradients are sent as integers
     _pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
@@ -242,7 +246,9 @@ class FlatState(torch.optim.Optimizer):
         if self._stepped is None:
             self._weigh()
         check_same(self.comm, "optimizer settings", self._settings())
-        check_same(self.comm, "parameters", fingerprints(self._params(), self._names()))
+        if self._shards is not None:
+            check_same(self._shards.comm, "optimizer settings", self._settings())
+        check_same(self.comm, "parameters", fingerprints([local(p) for p in self._params()], self._names()))
         check_same(self.comm, "loaded states", fingerprints(list(self._flat.values()), list(self._flat)))
         self._compared = True
         if self._layout is None:
@@ -252,10 +258,21 @@ class FlatState(torch.optim.Optimizer):
 
     def _weigh(self) -> None:
         """Look at the parameters: check them, make master weights for those in 16 bits, choose the kernels."""
+        self._shards = find_shards(self._params(), self._names(), self.comm)
+        if self._shards is not None and not self.takes_shards:
+            raise ConfigError(
+                f"parameters are sharded (DTensor), which {type(self).__name__} cannot do; Lamb, OneBitLamb and "
+                "OneBitAdam can"
+            )
+        if self._shards is not None:
+            self._check_shards()
         self._stepped = Weights(self._params(), self._names())
         self._dtype, self._device = self._stepped.dtype, self._stepped.device
         self._kernels, self._kernels_reason = choose(self._device, self._dtype)
         self._x = self._stepped.tensors()
+
+    def _check_shards(self) -> None:
+        """Raise ConfigError for what cannot be done with sharded parameters."""
 
     def _allocate(self) -> None:
         """Lay out the flat order and the state of the warm-up stage, all zero."""
@@ -263,8 +280,9 @@ class FlatState(torch.optim.Optimizer):
             self._weigh()
         assert self._stepped is not None
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._layout = FlatLayout([x.shape for x in self._x], self.comm.size, groups, self._bucket_elements)
-        self._backend = self._build_backend(self._layout)
+        shape = ([x.shape for x in self._x], self.comm.size, groups, self._bucket_elements)
+        self._layout = FlatLayout(*shape, None if self._shards is None else self._shards.sum)
+        self._backend = self._build_backend(FlatLayout(*shape))  # it knows of this process alone
         for name in ("momentum", "variance"):
             self._add_flat(name)
         params = self._params()

@@ -246,8 +246,7 @@ def implied_variance(m: Tensor, v_frozen: Tensor, run: Run, hyper: Hyper) -> Ten
     Returns:
         [numel]; 0 where the layer has a frozen variance, or no momentum.
     """
-    sizes = torch.tensor([max(1, layer.numel) for layer in run.layers], dtype=torch.float64, device=m.device)
-    implied = (run.norms(m) / sizes.sqrt() / (1 - hyper.beta1)) ** 2
+    implied = (run.norms(m) / run.sizes(m.device).clamp(min=1).sqrt() / (1 - hyper.beta1)) ** 2
     return run.spread(torch.where(run.means(v_frozen) == 0, implied, 0.0).to(m.dtype))
 
 

@@ -90,6 +90,8 @@ class Lamb(LayerwiseRate):
         MismatchError: at the first step, when workers differ in settings, parameters or initial values.
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         params: Any,

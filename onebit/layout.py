@@ -13,7 +13,7 @@ zero and belongs to no layer. Everything here is plain integers and torch; nothi
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -82,6 +82,10 @@ class Bucket:
         return [(start, stop) for start, stop in cuts if stop > start]
 
 
+Combine = Callable[[Tensor, builtins.slice], Tensor]
+"""Sums over the shards of layers, float64 [layers], and which layers they are -> sums over the whole layers."""
+
+
 class Run:
     """The layers of one group inside one bucket, and the per-layer arithmetic on a flat stretch of them.
 
@@ -89,8 +93,10 @@ class Run:
     Reductions accumulate in float64: float32 loses 1 % on 16 M equal values (docs/log.md, 2026-11-29).
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], combine: Combine | None = None) -> None:
+        """`combine` makes sums over shards of layers into sums over the layers; norms, means, sizes are theirs then."""
         self.layers = tuple(layers)
+        self._combine = combine
         self.start = self.layers[0].start
         self.stop = self.layers[-1].stop
         self.group = self.layers[0].group
@@ -118,7 +124,13 @@ class Run:
     def norms(self, tensors: Tensor | Sequence[Tensor]) -> Tensor:
         """The 2-norm of each layer, [layers], float64. Takes a flat stretch or one tensor per layer."""
         parts = self.views(tensors) if isinstance(tensors, Tensor) else tensors
-        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+        return norms if self._combine is None else self._combine(norms.square(), self.layer_slice).sqrt()
+
+    def sizes(self, device: torch.device) -> Tensor:
+        """Elements of each layer, float64 [layers]."""
+        sizes = torch.tensor(self._lengths, dtype=torch.float64, device=device)
+        return sizes if self._combine is None else self._combine(sizes, self.layer_slice)
 
     def maxima(self, flat: Tensor) -> Tensor:
         """The largest element of each layer, [layers], in the dtype of `flat`; an empty layer gives 0."""
@@ -129,7 +141,10 @@ class Run:
         """The mean of each layer, [layers], float64; an empty layer gives 0."""
         zero = flat.new_zeros((), dtype=torch.float64)
         parts = self.views(flat)
-        return torch.stack([part.mean(dtype=torch.float64) if part.numel() else zero for part in parts])
+        if self._combine is None:
+            return torch.stack([part.mean(dtype=torch.float64) if part.numel() else zero for part in parts])
+        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        return self._combine(sums, self.layer_slice) / self.sizes(flat.device).clamp(min=1)
 
     def subtract(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Take each layer's part of a flat stretch away from its parameter, in place."""
@@ -151,6 +166,7 @@ class FlatLayout:
         shapes: one shape per parameter, in order; scalars and empty parameters are fine.
         workers: n >= 1; the padding of a bucket makes it divisible by 8 n.
         groups: the parameter group of each parameter, non-decreasing; all 0 when left out.
+        combine: as in `Run`.
         bucket_elements: close a bucket before a layer would take it past this many elements; None: one bucket.
             A larger layer is a bucket of its own.
 
@@ -164,6 +180,7 @@ class FlatLayout:
         workers: int,
         groups: Sequence[int] | None = None,
         bucket_elements: int | None = None,
+        combine: Combine | None = None,
     ) -> None:
         groups = [0] * len(shapes) if groups is None else list(groups)
         if workers < 1:
@@ -178,7 +195,7 @@ class FlatLayout:
         self.buckets = _fill_buckets(shapes, groups, workers, bucket_elements)
         self.layers = tuple(layer for bucket in self.buckets for layer in bucket.layers)
         self.runs = tuple(
-            Run([layer for layer in bucket.layers if layer.group == group])
+            Run([layer for layer in bucket.layers if layer.group == group], combine)
             for bucket in self.buckets
             for group in sorted({layer.group for layer in bucket.layers})
         )

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import Transport
-from onebit.backend import BucketStep, Momentum
+from onebit.backend import BucketStep
 from onebit.checks import check_in
 from onebit.codec import OneBit
 from onebit.comm import Comm
-from onebit.compressed import OneBitOptimizer
+from onebit.compressed import Measure, OneBitOptimizer
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.freeze import FreezeStep
 from onebit.guard import SwitchGuard
@@ -49,6 +49,8 @@ class OneBitAdam(OneBitOptimizer):
         ConfigError: a value outside what is listed above.
         MismatchError: as in `onebit.Lamb`.
     """
+
+    takes_shards = True
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class OneBitAdam(OneBitOptimizer):
     def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
         return torch.where(norms.direction > 0, rates, 0.0)  # AdamW leaves layers without a gradient alone, too
 
-    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+    def _compressed_step_sizes(self, step: BucketStep, measured: Measure, rates: Tensor) -> Tensor:
         return torch.where(self._asleep[step.codec.bucket.layer_slice], 0.0, rates)
 
     def _end_warmup(self) -> None:

@@ -13,7 +13,7 @@ from onebit.backend import BucketStep, Momentum, chosen
 from onebit.checks import check_in, check_kind
 from onebit.codec import OneBit
 from onebit.comm import Comm
-from onebit.compressed import OneBitOptimizer
+from onebit.compressed import Measure, OneBitOptimizer
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
@@ -75,6 +75,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         MismatchError: as in `Lamb`.
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         params: Any,
@@ -131,6 +133,11 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         stats = super().stats()
         return stats if self._exchange is None else {**stats, "ratios": self._by_layer("ratio")}
 
+    def _check_shards(self) -> None:
+        super()._check_shards()
+        if self._ratio_form == "momentum":
+            raise ConfigError("ratio is 'momentum' and parameters are sharded (DTensor); choose 'sqrt' or 'variance'")
+
     def _settings(self) -> list[tuple[str, str]]:
         named = [("ratio", self._ratio_form), ("ratio rule", repr(self._ratio_rule))]
         return [*super()._settings(), *named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
@@ -164,11 +171,17 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             self._add_layerwise("step_size", 0.0)
         return exchange
 
-    def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
+    def _measure(self, step: BucketStep, now: Momentum) -> Measure:
+        if self._ratio_form == "fixed":
+            return None
+        bucket = step.codec.bucket
+        return self._raw_ratio(step, now, {name: v[bucket.layer_slice] for name, v in self._layerwise.items()})
+
+    def _compressed_step_sizes(self, step: BucketStep, measured: Measure, rates: Tensor) -> Tensor:
         bucket, keep = step.codec.bucket, step.keep
         layers = {name: values[bucket.layer_slice] for name, values in self._layerwise.items()}
-        if self._ratio_form != "fixed":
-            quotient, norms = self._raw_ratio(step, now, layers)
+        if measured is not None:
+            quotient, norms = measured
             ratio = lamb.next_ratio(quotient, layers["ratio"], norms, self._ratio_rule)
             layers["ratio"].copy_(chosen(keep, ratio, layers["ratio"]))
         coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)

@@ -27,8 +27,13 @@ from onebit.errors import ConfigError
 from onebit.exchange import LateSource, TensorSource
 from onebit.flat import FlatState
 from onebit.layout import Bucket
+from onebit.sharding import local
 
 log = logging.getLogger("onebit")
+
+
+Measured = tuple[lamb.Norms, bool | Tensor]
+"""Of a bucket: its layers' norms, and whether all is finite."""
 
 
 class Stage(enum.Enum):
@@ -197,6 +202,7 @@ class FlatOptimizer(FlatState):
             here, x = bucket.slice, params[bucket.layer_slice]
             own.append(g[here] if isinstance(g, Tensor) else g[bucket.layer_slice])
             measured.append(self._backend.warmup_measure(bucket, x, own[-1], m[here], v[here], hypers))
+        measured = self._of_whole_layers(measured)
         counts, keep = self._verdict([finite for _, finite in measured], self._may_defer())  # equal on all workers
         if not counts:
             return
@@ -207,6 +213,20 @@ class FlatOptimizer(FlatState):
             here, layers = bucket.slice, bucket.layer_slice
             step_size = self._step_sizes(layers, norms, rates[layers], keep)
             self._backend.warmup_apply(bucket, params[layers], gradient, m[here], v[here], hypers, step_size, keep)
+
+    def _of_whole_layers(
+        self, measured: list[tuple[lamb.Norms, bool | Tensor]]
+    ) -> list[tuple[lamb.Norms, bool | Tensor]]:
+        """Norms, and whether all was finite, of the layers, from those of the shards that this process holds."""
+        if self._shards is None:
+            return measured
+        assert self._layout is not None
+        norms = torch.cat([torch.stack([n.x, n.direction, n.update]) for n, _ in measured], dim=1)
+        bad = [torch.as_tensor(finite).logical_not().to(norms) for _, finite in measured]
+        flags = torch.stack(bad).sum().expand(1, norms.shape[1])
+        squares = self._shards.sum(torch.cat([norms.square(), flags]))
+        norms, finite = squares[:3].sqrt(), (squares[3] == 0).all()
+        return [(lamb.Norms(*norms[:, bucket.layer_slice]), finite) for bucket in self._layout.buckets]
 
     def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
         """What the directions of a bucket's layers are multiplied by in a warm-up step, [layers of the bucket].
@@ -361,11 +381,11 @@ class FlatOptimizer(FlatState):
         if self.stage is Stage.WARMUP and not self.needs_own_gradients:
             square = self._square_of_means()
         else:
-            own = self._shared(sum_of_squares(self._gradients(), self._device))
+            own = self._shared(self._square(self._gradients()))
             if not self._estimate.known and not self.needs_own_gradients and self.comm.size > 1:
                 self._say_unknown()
             square = own * self._estimate.kept
-            self._clipped = own
+            self._clipped = own if self.needs_own_gradients else None
         norm = square.sqrt()
         self.payload_bytes += self.comm.payload_bytes - before
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -386,24 +406,30 @@ class FlatOptimizer(FlatState):
     def _square_of_means(self) -> Tensor:
         """Put the means of the gradients in their place; the square of their norm. What averaging kept is noted."""
         averaged = bool(self._means)  # by DDP, which noted the squares if it knew that they are wanted
-        own = None if averaged else sum_of_squares(self._gradients(), self._device)
+        own = None if averaged else self._square(self._gradients())
         self._put_means_in_place()
-        square = sum_of_squares(self._gradients(), self._device)
+        square = self._square(self._gradients())
         pair = self._squares if own is None else (own, square)
         self._squares = None
         if pair is not None and self.comm.size > 1:
             self._estimate.note(float(pair[1]), float(self._shared(pair[0])))
         return square
 
+    def _square(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The squared norm of all gradients together, of whole layers: float64 []."""
+        if self._shards is None:
+            return sum_of_squares(grads, self._device)
+        return self._shards.sum(torch.stack([sum_of_squares([g], self._device) for g in grads])).sum()
+
     def _put_means_in_place(self) -> None:
         assert self._layout is not None
         g = self._averaged_gradients()
         if isinstance(g, Tensor):
             for p, mean in zip(self._params(), self._layout.views(g), strict=True):
+                if p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
                 if p.grad is not None:
-                    p.grad.copy_(mean)
-                elif p.requires_grad:
-                    p.grad = mean.to(p.dtype, copy=True)
+                    local(p.grad).copy_(mean)
         self.note_means(self._params())
 
     def _shared(self, square: Tensor) -> Tensor:

@@ -197,7 +197,8 @@ class TwoStages(FlatOptimizer):
         assert self._layout is not None
         sums = [view.sum(dtype=torch.float64) for view in self._layout.views(self._flat["variance"])]
         lr = float(self.param_groups[0]["lr"])
-        if not self._settling.settled(self._steps, lr, torch.stack(sums)):
+        whole = torch.stack(sums) if self._shards is None else self._shards.sum(torch.stack(sums))
+        if not self._settling.settled(self._steps, lr, whole):
             return False
         self._freeze_at, self.freeze_reason = self._steps, self._settling.reason
         return True
@@ -249,6 +250,10 @@ class TwoStages(FlatOptimizer):
         """What the switch was asked to follow."""
         how = self._compression
         return f"{how.freeze} of {how.total_steps} updates" if how.freeze_at is None else f"update {how.freeze_at}"
+
+    def _check_shards(self) -> None:
+        if self._watch is not None:
+            raise ConfigError("a guard was given and parameters are sharded (DTensor); it would decide shard by shard")
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("guard", repr(self._compression.guard))]
@@ -317,7 +322,7 @@ class TwoStages(FlatOptimizer):
     def _momentum_scales(self) -> Tensor:
         assert self._layout is not None
         norms = torch.cat([run.norms(self._flat["momentum"][run.slice]) for run in self._layout.runs])
-        sizes = torch.tensor([layer.numel for layer in self._layout.layers], dtype=torch.float64, device=self._device)
+        sizes = torch.cat([run.sizes(self._device) for run in self._layout.runs])
         return lamb.momentum_scales(norms, sizes)
 
     def _switch(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step changes: the parameters themselves, or float32 copies of those that are held in 16 bits."""
+"""What a step changes: the parameters, this process's shards of them, or float32 copies of those held in 16 bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onebit.errors import ConfigError
+from onebit.sharding import local
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -30,29 +31,32 @@ class Weights:
         """
         self._params = list(params)
         self.dtype, self.device = _check(self._params, names)
-        self.masters = {i: p.detach().float() for i, p in enumerate(self._params) if p.dtype in HALF}
+        self.masters = {i: x.detach().float() for i, x in enumerate(self._local()) if x.dtype in HALF}
         self._written = {i: self._params[i]._version for i in self.masters}
+
+    def _local(self) -> list[Tensor]:
+        return [local(p) for p in self._params]
 
     def tensors(self) -> list[Tensor]:
         """What the step reads and changes, one per parameter."""
-        return [self.masters.get(i, p) for i, p in enumerate(self._params)]
+        return [self.masters.get(i, x) for i, x in enumerate(self._local())]
 
     def gradients(self) -> list[Tensor | None]:
         """This worker's gradients, one per parameter, in `dtype`: 16-bit ones are copied."""
-        grads = [p.grad for p in self._params]
+        grads = [None if p.grad is None else local(p.grad) for p in self._params]
         return [g if g is None or g.dtype == self.dtype else g.to(self.dtype) for g in grads]
 
     def pull(self) -> None:
         """Before a step: take over what somebody else wrote into 16-bit parameters since the last `push`."""
         for i, master in self.masters.items():
-            p = self._params[i]
-            if p._version != self._written[i]:
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+            if self._params[i]._version != self._written[i]:
+                x = local(self._params[i])
+                master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
     def push(self) -> None:
         """After a step: round the master weights into their parameters."""
         for i, master in self.masters.items():
-            self._params[i].copy_(master)
+            local(self._params[i]).copy_(master)
             self._written[i] = self._params[i]._version
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "onebit"
 PROGRAM = {"train", "launch", "commands", "peer"}  # they start and join process groups
+CLIENTS = {"ddp"}  # of other libraries: it takes DDP's types, and leaves collectives to comm
 
 
 def imported(path):
@@ -34,7 +35,7 @@ def test_only_comm_names_torch_distributed_in_the_library():
         for path in PACKAGE.rglob("*.py")
         if any(name.startswith("torch.distributed") for name in imported(path))
     }
-    assert users - PROGRAM == {"comm"}
+    assert users - PROGRAM == {"comm"} | CLIENTS
 
 
 def test_importing_the_library_needs_torch_alone():
