@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt $(wildcard native/*)
 	touch $@
 
 $(TOOLS): $(READY)
-	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["test"], *extras["check"], sep="\n")' > $(VENV)/tools.txt
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["test"], *extras["integrations"], *extras["check"], sep="\n")' > $(VENV)/tools.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement $(VENV)/tools.txt
 	touch $@
 

@@ -51,7 +51,8 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
     """
     check_in("transport", transport, get_args(FullTransport))
     params = list(params)
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).float() for p in params])
+    wide = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(wide) for p in params])
     mean_over_workers(flat, comm, "fp32" if transport == "fp32" else "bf16")
     for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
         p.grad = part.view(p.shape).to(p.dtype)

@@ -185,6 +185,7 @@ class FlatState(torch.optim.Optimizer):
         for hook in hooks.values():
             hook(self)
 
+    @torch.no_grad()
     def _restore(self, by_layer: list[dict[str, Any]], extra: dict[str, Any]) -> None:
         """Lay out the state and fill it, given the saved state of each layer and of the whole."""
         self._compared, self._pending = False, None

@@ -28,10 +28,13 @@ from onebit.exchange import LateSource, TensorSource
 from onebit.flat import FlatState
 from onebit.layout import Bucket
 from onebit.sharding import local
+from onebit.weights import HALF
 
 log = logging.getLogger("onebit")
 
 
+Means = dict[int, tuple[Tensor, int] | None]
+"""By id of the parameter, gradients that are means over the workers, with their version; None: DDP puts them there."""
 Measured = tuple[lamb.Norms, bool | Tensor]
 """Of a bucket: its layers' norms, and whether all is finite."""
 
@@ -66,7 +69,7 @@ class FlatOptimizer(FlatState):
     _squares: tuple[Tensor, Tensor] | None = None  # own and of the mean, of gradients that DDP averages
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self._means: set[int] = set()  # ids of the parameters whose gradients are means over the workers already
+        self._means: Means = {}
         self._estimate = NormEstimate()
         super().__init__(*args, **settings)
 
@@ -78,12 +81,14 @@ class FlatOptimizer(FlatState):
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
             "rewarmed": self._rewarmed,
+            "scaled": self._scaled,
             "clipping": self._estimate.state(),
             "quantised": None if self._quantised is None else self._quantised.state(),
         }
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         self._steps, self._skipped_steps, self._rewarmed = extra["steps"], extra["skipped_steps"], extra["rewarmed"]
+        self._scaled = extra["scaled"]
         self._estimate.load(extra["clipping"])
         self._quantised = None if extra["quantised"] is None else self._start_quantised()
         if self._quantised is not None:
@@ -127,7 +132,7 @@ class FlatOptimizer(FlatState):
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._means = set()
+        self._means = {}
         super().__setstate__(state)
 
     def _make_ready(self) -> None:
@@ -140,8 +145,10 @@ class FlatOptimizer(FlatState):
         """Undo what a `torch.amp.GradScaler` multiplied the loss with, unless it has done so itself."""
         scale = getattr(self, "grad_scale", None)
         self._scaled |= getattr(self, "found_inf", None) is not None
+        assert self._stepped is not None
+        self._stepped.unscale = None if scale is None else 1 / scale
         if scale is not None:
-            scale_gradients(self._params(), 1 / scale)
+            scale_gradients([p for p in self._params() if p.dtype not in HALF], 1 / scale)
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -276,18 +283,28 @@ class FlatOptimizer(FlatState):
 
     def note_means(self, params: Iterable[Tensor]) -> None:
         """Say that the gradients of these parameters are means over the workers. Until `step` or `zero_grad`."""
-        self._means.update(map(id, params))
+        self._means.update((id(p), None) for p in params)
+
+    def _has_mean(self, p: Tensor) -> bool:
+        """Whether a gradient still is the mean that it was noted to be: not after a new backward."""
+        if id(p) not in self._means:
+            return False
+        noted, grad = self._means[id(p)], p.grad
+        return noted is None or (grad is noted[0] and grad._version == noted[1])
 
     def note_squares(self, own: Tensor, of_mean: Tensor) -> None:
         """Say what a part of the gradients had as squared norm before and after averaging, in whatever unit."""
         before = self._squares
         self._squares = (own, of_mean) if before is None else (before[0] + own, before[1] + of_mean)
 
-    def _averaged_gradients(self) -> Gradient:
-        """The mean of the workers' gradients; a missing gradient counts as zero."""
+    def _averaged_gradients(self, overwritten: bool = False) -> Gradient:
+        """The mean of the workers' gradients; a missing gradient counts as zero.
+
+        `overwritten`: own gradients will be, before the step counts.
+        """
         assert self._layout is not None
         if self._means:
-            rest = [p for p in self._params() if id(p) not in self._means]
+            rest = [p for p in self._params() if not self._has_mean(p)]
             if rest:
                 average_gradients(rest, self.comm, self._transport)
             return self._gradients()
@@ -300,7 +317,8 @@ class FlatOptimizer(FlatState):
         if self._transport == "int8" or self._transport == "int4":
             if self._quantised is None:
                 self._quantised = self._start_quantised()
-            self._quantised.take([self._late_gradient(bucket, grads) for bucket in self._layout.buckets], g)
+            make = self._gathered_source if overwritten else self._late_gradient
+            self._quantised.take([make(bucket, grads) for bucket in self._layout.buckets], g)
             return g
         for bucket in self._layout.buckets:
             self._backend.gather(bucket, grads[bucket.layer_slice], g[bucket.slice])
@@ -314,11 +332,14 @@ class FlatOptimizer(FlatState):
         return QuantisedMean(self._layout, codecs, self.comm)
 
     def _late_gradient(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> LateSource:
-        return LateSource(lambda: TensorSource(self._gathered(bucket, grads)))
+        return LateSource(lambda: self._gathered_source(bucket, grads))
+
+    def _gathered_source(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> TensorSource:
+        return TensorSource(self._gathered(bucket, grads))
 
     def _gathered(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradients that lie in a bucket, given those of all layers: [bucket], a new tensor."""
-        return flat_gradient(self._backend, bucket, grads[bucket.layer_slice], self._params()[0])
+        return flat_gradient(self._backend, bucket, grads[bucket.layer_slice], self._x[0])
 
     def _skip(self) -> None:
         self._skipped_steps += 1
@@ -393,6 +414,8 @@ class FlatOptimizer(FlatState):
         factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         scale_gradients(self._params(), factor)
         self._clip_factor = factor
+        if self._means:
+            self._means = {id(p): (p.grad, p.grad._version) for p in self._params() if p.grad is not None}
         return norm
 
     def _say_unknown(self) -> None:
@@ -423,7 +446,7 @@ class FlatOptimizer(FlatState):
 
     def _put_means_in_place(self) -> None:
         assert self._layout is not None
-        g = self._averaged_gradients()
+        g = self._averaged_gradients(overwritten=True)
         if isinstance(g, Tensor):
             for p, mean in zip(self._params(), self._layout.views(g), strict=True):
                 if p.grad is None and p.requires_grad:

@@ -65,6 +65,12 @@ class Virtual(Comm):
         self._rank = rank
         self._meeting = meeting
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "an optimizer on virtual workers cannot be pickled, since they are threads of this process; "
+            "save its state_dict(), build the optimizer anew and load that"
+        )
+
     @property
     def rank(self) -> int:
         return self._rank

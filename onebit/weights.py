@@ -22,6 +22,7 @@ class Weights:
     Attributes:
         masters: one per parameter that has one, {index: float32 in its shape}.
         dtype, device: of everything the optimizer computes with.
+        unscale: a factor, [], on 16-bit gradients once they are widened: in 16 bits small ones would become zero.
     """
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -32,7 +33,7 @@ class Weights:
         self._params = list(params)
         self.dtype, self.device = _check(self._params, names)
         self.masters = {i: x.detach().float() for i, x in enumerate(self._local()) if x.dtype in HALF}
-        self._written = {i: self._params[i]._version for i in self.masters}
+        self.unscale: Tensor | None = None
 
     def _local(self) -> list[Tensor]:
         return [local(p) for p in self._params]
@@ -42,22 +43,26 @@ class Weights:
         return [self.masters.get(i, x) for i, x in enumerate(self._local())]
 
     def gradients(self) -> list[Tensor | None]:
-        """This worker's gradients, one per parameter, in `dtype`: 16-bit ones are copied."""
+        """This worker's gradients, one per parameter, in `dtype`: 16-bit ones are copied, times `unscale`."""
         grads = [None if p.grad is None else local(p.grad) for p in self._params]
-        return [g if g is None or g.dtype == self.dtype else g.to(self.dtype) for g in grads]
+        return [g if g is None or g.dtype == self.dtype else self._widened(g) for g in grads]
+
+    def _widened(self, g: Tensor) -> Tensor:
+        wide = g.to(self.dtype)
+        return wide if self.unscale is None else wide.mul_(self.unscale.to(wide))
 
     def pull(self) -> None:
         """Before a step: take over what somebody else wrote into 16-bit parameters since the last `push`."""
+        params = self._local()
         for i, master in self.masters.items():
-            if self._params[i]._version != self._written[i]:
-                x = local(self._params[i])
-                master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
+            x = params[i]
+            master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
     def push(self) -> None:
         """After a step: round the master weights into their parameters."""
+        params = self._local()
         for i, master in self.masters.items():
-            local(self._params[i]).copy_(master)
-            self._written[i] = self._params[i]._version
+            params[i].copy_(master)
 
 
 def _check(params: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.dtype, torch.device]:
