@@ -303,10 +303,10 @@ class FlatOptimizer(FlatState):
         `overwritten`: own gradients will be, before the step counts.
         """
         assert self._layout is not None
-        if self._means:
-            rest = [p for p in self._params() if not self._has_mean(p)]
+        rest = [p for p in self._params() if not self._has_mean(p)]
+        if len(rest) < len(self._params()):
             if rest:
-                average_gradients(rest, self.comm, self._transport)
+                average_gradients(rest, self.comm, "fp32" if self._transport in BITS else self._transport)
             return self._gradients()
         grads = self._gradients()
         if self.comm.size == 1 and self._transport == "fp32":  # nothing to average: read where they are

@@ -211,6 +211,12 @@ def forget(how: str) -> Any:
     return clip
 
 
+def test_gradients_that_come_after_clipping_are_averaged_as_integers_again():
+    forgotten, plain = (both(2, "Lamb", clip, transport="int8") for clip in (forget("model"), None))
+    for mine, theirs in zip(forgotten["params"], plain["params"], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=1e-3)
+
+
 @kinds
 @pytest.mark.parametrize("how", ["optimizer", "model"])
 def test_clipping_without_a_step_harms_nothing(name, how):
