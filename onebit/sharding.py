@@ -1,7 +1,8 @@
 """Layers that are cut into shards over other processes (FSDP2, tensor parallel): what must be known of the whole layer.
 
 Each process works on its shard, and exchanges it with the processes that hold the same shard in other replicas. Norms,
-maxima and means of layers are put together over the processes that hold the other shards, in one small message.
+maxima and means of layers are put together over the processes that hold the other shards, in one small message. The
+scales of 1-bit messages are not: they are those of the shard (DEV-21).
 """
 
 from __future__ import annotations
