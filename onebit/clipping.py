@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,31 +17,58 @@ class NormEstimate:
 
     Workers' gradients agree in part only, so their mean is shorter than they are. How much shorter changes slowly;
     it is averaged over the steps in which the mean is there (docs/clipping.md has the measured error).
+
+    Attributes:
+        wanted: whether anybody clips, so that squares are worth noting.
     """
 
     def __init__(self) -> None:
-        self._of_mean = self._own = 0.0  # moving averages
+        self._share = self._weight = 0.0  # moving average, and what that of a constant 1 would be
+        self.wanted = False
+        self._parts: tuple[Tensor, Tensor] | None = None  # of this step: own and of the mean, bucket by bucket
+        self._clipped: tuple[Tensor, Tensor] | None = None  # of this step: own before clipping, and the factor
 
     @property
     def known(self) -> bool:
-        return self._own > 0
+        return self._weight > 0
 
     @property
     def kept(self) -> float:
         """The share of the squared norm that averaging keeps, in (0, 1]; 1, which clips most, while unknown."""
-        return min(1.0, self._of_mean / self._own) if self.known else 1.0
+        return min(1.0, self._share / self._weight) if self.known else 1.0
 
     def note(self, of_mean: float, own: float) -> None:
         """Both squares at a step where the mean is known; not finite ones and zeros are left out."""
         if 0 < of_mean < float("inf") and 0 < own < float("inf"):
-            self._of_mean = DECAY * self._of_mean + (1 - DECAY) * of_mean / own
-            self._own = DECAY * self._own + (1 - DECAY)
+            self._share = DECAY * self._share + (1 - DECAY) * of_mean / own
+            self._weight = DECAY * self._weight + (1 - DECAY)
+
+    def add_part(self, own: Tensor, of_mean: Tensor) -> None:
+        """What a part of this step's gradients had as squared norm before and after averaging, in whatever unit."""
+        before = self._parts
+        self._parts = (own, of_mean) if before is None else (before[0] + own, before[1] + of_mean)
+
+    def take_parts(self) -> tuple[Tensor, Tensor] | None:
+        """The sums of the parts so far, which are forgotten; None: there were none."""
+        parts, self._parts = self._parts, None
+        return parts
+
+    def clipped(self, own: Tensor, factor: Tensor) -> None:
+        """Own gradients, whose mean will be known in this step, were clipped by a factor."""
+        self._clipped = (own, factor)
+
+    def note_mean(self, square: Callable[[], Tensor]) -> None:
+        """Where own gradients were clipped: note what their mean kept. `square` gives the mean's squared norm."""
+        if self._clipped is not None:
+            own, factor = self._clipped
+            self.note(float(square() / factor.square()), float(own))
+        self._clipped = None
 
     def state(self) -> tuple[float, float]:
-        return self._of_mean, self._own
+        return self._share, self._weight
 
     def load(self, state: Sequence[float]) -> None:
-        self._of_mean, self._own = state
+        self._share, self._weight = state
 
 
 def sum_of_squares(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:

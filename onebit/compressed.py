@@ -347,7 +347,7 @@ class OneBitOptimizer(TwoStages):
         if self._shards is None or not found:
             return measured
         assert self._layout is not None
-        norms = torch.cat([torch.stack([n.x, n.direction, n.update]) for _, n in found], dim=1)
+        norms = torch.cat([n.stacked() for _, n in found], dim=1)
         squares, largest = self._shards.sums_and_largest(norms.square(), torch.cat([q for q, _ in found]))
         norms, largest = squares.sqrt(), largest.to(self._dtype)
         layers = [bucket.layer_slice for bucket in self._layout.buckets]

@@ -34,7 +34,7 @@ DEFAULT_BUCKET_ELEMENTS = 2**24
 REBUILT = {
     *("state", "step", "_layout", "_backend", "_stepped", "_x", "_flat", "_layerwise", "_averaged", "_quantised"),
     *("_exchange", "_momentum", "_own", "_smoothed", "_ones", "_roots", "_coming", "_mask", "_asleep", "_pending"),
-    *("_means", "_squares", "_clipped", "_shards", "_asleep_here"),
+    *("_means", "_shards", "_asleep_here"),
 }
 """Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
 

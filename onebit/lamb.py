@@ -102,6 +102,10 @@ class Norms:
     direction: Tensor
     update: Tensor
 
+    def stacked(self) -> Tensor:
+        """[3, layers]; `Norms(*rows)` is the way back."""
+        return torch.stack([self.x, self.direction, self.update])
+
 
 def warmup_moments(g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
     """The next momentum and variance, new tensors; every operation rounded by itself, as faster kernels do it."""

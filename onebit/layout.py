@@ -97,6 +97,7 @@ class Run:
         """`combine` makes sums over shards of layers into sums over the layers; norms, means, sizes are theirs then."""
         self.layers = tuple(layers)
         self._combine = combine
+        self._sizes: Tensor | None = None
         self.start = self.layers[0].start
         self.stop = self.layers[-1].stop
         self.group = self.layers[0].group
@@ -128,9 +129,11 @@ class Run:
         return norms if self._combine is None else self._combine(norms.square(), self.layer_slice).sqrt()
 
     def sizes(self, device: torch.device) -> Tensor:
-        """Elements of each layer, float64 [layers]."""
-        sizes = torch.tensor(self._lengths, dtype=torch.float64, device=device)
-        return sizes if self._combine is None else self._combine(sizes, self.layer_slice)
+        """Elements of each layer, float64 [layers]; asked of the other shards once."""
+        if self._sizes is None:
+            sizes = torch.tensor(self._lengths, dtype=torch.float64, device=device)
+            self._sizes = sizes if self._combine is None else self._combine(sizes, self.layer_slice)
+        return self._sizes
 
     def maxima(self, flat: Tensor) -> Tensor:
         """The largest element of each layer, [layers], in the dtype of `flat`; an empty layer gives 0."""

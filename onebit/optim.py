@@ -62,11 +62,8 @@ class FlatOptimizer(FlatState):
     _skipped_steps = 0
     _scaled = False  # whether a GradScaler calls `step`: the workers' scales may differ then
     _attached = False  # whether a DDP model leaves the averaging to us, and helps in the warm-up
-    _clips = False  # whether `clip_grad_norm_` is in use
     _rewarmed = False  # whether there was a way back from the compressed stage
     _said_unknown = False
-    _clipped: Tensor | None = None  # the mean square of the workers' own gradients, where these were clipped
-    _squares: tuple[Tensor, Tensor] | None = None  # own and of the mean, of gradients that DDP averages
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._means: Means = {}
@@ -121,14 +118,14 @@ class FlatOptimizer(FlatState):
         self._step()
         self._stepped.push()
         self._means.clear()
-        self._squares = None
+        self._estimate.take_parts()
         self.payload_bytes += self.comm.payload_bytes - before
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
         self._means.clear()
-        self._squares = None
+        self._estimate.take_parts()
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,10 +149,10 @@ class FlatOptimizer(FlatState):
 
     def _prepare(self) -> None:
         super()._prepare()
-        grads = [g for g in self._gradients() if g is not None]
         if self.comm.size == 1 or self._attached or self._means:
             return
-        sums = checksum(torch.cat([g.flatten() for g in grads])) if any(bool(g.any()) for g in grads) else ""
+        grads = [g for g in self._gradients() if g is not None]
+        sums = "".join(map(checksum, grads)) if any(bool(g.any()) for g in grads) else ""
         seen = set(self.comm.all_gather_bytes(sums.encode()))
         if self.comm.rank == 0 and len(seen) == 1 and seen != {b""}:
             log.warning(
@@ -221,14 +218,12 @@ class FlatOptimizer(FlatState):
             step_size = self._step_sizes(layers, norms, rates[layers], keep)
             self._backend.warmup_apply(bucket, params[layers], gradient, m[here], v[here], hypers, step_size, keep)
 
-    def _of_whole_layers(
-        self, measured: list[tuple[lamb.Norms, bool | Tensor]]
-    ) -> list[tuple[lamb.Norms, bool | Tensor]]:
+    def _of_whole_layers(self, measured: list[Measured]) -> list[Measured]:
         """Norms, and whether all was finite, of the layers, from those of the shards that this process holds."""
         if self._shards is None:
             return measured
         assert self._layout is not None
-        norms = torch.cat([torch.stack([n.x, n.direction, n.update]) for n, _ in measured], dim=1)
+        norms = torch.cat([n.stacked() for n, _ in measured], dim=1)
         bad = [torch.as_tensor(finite).logical_not().to(norms) for _, finite in measured]
         flags = torch.stack(bad).sum().expand(1, norms.shape[1])
         squares = self._shards.sum(torch.cat([norms.square(), flags]))
@@ -291,11 +286,6 @@ class FlatOptimizer(FlatState):
             return False
         noted, grad = self._means[id(p)], p.grad
         return noted is None or (grad is noted[0] and grad._version == noted[1])
-
-    def note_squares(self, own: Tensor, of_mean: Tensor) -> None:
-        """Say what a part of the gradients had as squared norm before and after averaging, in whatever unit."""
-        before = self._squares
-        self._squares = (own, of_mean) if before is None else (before[0] + own, before[1] + of_mean)
 
     def _averaged_gradients(self, overwritten: bool = False) -> Gradient:
         """The mean of the workers' gradients; a missing gradient counts as zero.
@@ -398,7 +388,8 @@ class FlatOptimizer(FlatState):
         if not max_norm > 0:
             raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
         self._make_ready()
-        before, self._clips = self.comm.payload_bytes, True
+        before, self._estimate.wanted = self.comm.payload_bytes, True
+        own: Tensor | None = None
         if self.stage is Stage.WARMUP and not self.needs_own_gradients:
             square = self._square_of_means()
         else:
@@ -406,14 +397,14 @@ class FlatOptimizer(FlatState):
             if not self._estimate.known and not self.needs_own_gradients and self.comm.size > 1:
                 self._say_unknown()
             square = own * self._estimate.kept
-            self._clipped = own if self.needs_own_gradients else None
         norm = square.sqrt()
         self.payload_bytes += self.comm.payload_bytes - before
         if error_if_nonfinite and not torch.isfinite(norm):
             raise ConfigError(f"the norm of the gradients is {float(norm)}, and error_if_nonfinite is set")
         factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         scale_gradients(self._params(), factor)
-        self._clip_factor = factor
+        if own is not None and self.needs_own_gradients and self.comm.size > 1:
+            self._estimate.clipped(own, factor)
         if self._means:
             self._means = {id(p): (p.grad, p.grad._version) for p in self._params() if p.grad is not None}
         return norm
@@ -428,12 +419,12 @@ class FlatOptimizer(FlatState):
 
     def _square_of_means(self) -> Tensor:
         """Put the means of the gradients in their place; the square of their norm. What averaging kept is noted."""
-        averaged = bool(self._means)  # by DDP, which noted the squares if it knew that they are wanted
-        own = None if averaged else self._square(self._gradients())
+        # DDP has averaged where means are noted, and noted both squares if it knew that they are wanted
+        own = None if self._means or self.comm.size == 1 else self._square(self._gradients())
         self._put_means_in_place()
         square = self._square(self._gradients())
-        pair = self._squares if own is None else (own, square)
-        self._squares = None
+        parts = self._estimate.take_parts()
+        pair = parts if own is None else (own, square)
         if pair is not None and self.comm.size > 1:
             self._estimate.note(float(pair[1]), float(self._shared(pair[0])))
         return square
@@ -465,7 +456,4 @@ class FlatOptimizer(FlatState):
 
     def _calibrate(self, g: Gradient) -> None:
         """Where own gradients were clipped and their mean, flat or by layer, is known only now: note what it kept."""
-        if self._clipped is not None and self.comm.size > 1:
-            of_mean = sum_of_squares([g] if isinstance(g, Tensor) else g, self._device) / self._clip_factor.square()
-            self._estimate.note(float(of_mean), float(self._clipped))
-        self._clipped = None
+        self._estimate.note_mean(lambda: sum_of_squares([g] if isinstance(g, Tensor) else g, self._device))

@@ -32,15 +32,12 @@ class Weights:
         """
         self._params = list(params)
         self.dtype, self.device = _check(self._params, names)
-        self.masters = {i: x.detach().float() for i, x in enumerate(self._local()) if x.dtype in HALF}
+        self.masters = {i: local(p).detach().float() for i, p in enumerate(self._params) if p.dtype in HALF}
         self.unscale: Tensor | None = None
-
-    def _local(self) -> list[Tensor]:
-        return [local(p) for p in self._params]
 
     def tensors(self) -> list[Tensor]:
         """What the step reads and changes, one per parameter."""
-        return [self.masters.get(i, x) for i, x in enumerate(self._local())]
+        return [self.masters[i] if i in self.masters else local(p) for i, p in enumerate(self._params)]
 
     def gradients(self) -> list[Tensor | None]:
         """This worker's gradients, one per parameter, in `dtype`: 16-bit ones are copied, times `unscale`."""
@@ -53,16 +50,14 @@ class Weights:
 
     def pull(self) -> None:
         """Before a step: take over what somebody else wrote into 16-bit parameters since the last `push`."""
-        params = self._local()
         for i, master in self.masters.items():
-            x = params[i]
+            x = local(self._params[i])
             master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
     def push(self) -> None:
         """After a step: round the master weights into their parameters."""
-        params = self._local()
         for i, master in self.masters.items():
-            params[i].copy_(master)
+            local(self._params[i]).copy_(master)
 
 
 def _check(params: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.dtype, torch.device]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
 from processes import run_processes
-from torch import Tensor, nn
+from small import MODEL, flat, kinds_of
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
@@ -17,27 +20,12 @@ from onebit.averaging import average_gradients
 from onebit.comm import Comm
 
 WARMUP, STEPS, INF = 4, 10, float("inf")
-KINDS: dict[str, dict[str, Any]] = {
-    "Lamb": {},
-    "OneBitLamb": {"freeze_step": WARMUP},
-    "OneBitAdam": {"freeze_step": WARMUP},
-    "LocalVarianceLamb": {"warmup_steps": WARMUP},
-    "ZeroOneAdam": {"var_freeze_step": WARMUP, "var_update_scaler": 1, "local_step_clipper": 1},
-}
+KINDS = kinds_of(WARMUP, var_update_scaler=1)
 BY_MEAN = ("Lamb", "OneBitLamb", "OneBitAdam")
 kinds = pytest.mark.parametrize("name", KINDS)
 
-with torch.random.fork_rng():
-    torch.manual_seed(0)
-    MODEL = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
 
-
-def make(name: str, params: Any, comm: Comm, **more: Any) -> Any:
-    return getattr(onebit, name)(params, **{"lr": 0.02, "betas": (0.9, 0.95), "comm": comm} | KINDS[name] | more)
-
-
-def flat(params: Any) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in params])
+make = partial(small.make, KINDS)
 
 
 def backward(model: nn.Module, rank: int, step: int, noise: float = 0.3) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
+from clients import (
+    assert_bytes_fall,
+    assert_equal_bits,
+    assert_same_bytes,
+    assert_same_trajectory,
+    on_two_processes,
+    results_of,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,22 +198,12 @@ def everything(comm: Comm, port: int, folder: str) -> dict[str, Any]:
         "resumed after the switch": lambda: resumed(comm, folder, WARMUP + 2),
         "refused": refused,
     }
-    found = {}
-    for name, job in work.items():
-        try:
-            found[name] = job()
-        except Exception as error:
-            raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
-    return found
+    return results_of(work)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What both workers found: one start of two processes, since importing Lightning is most of the time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_processes(2, everything, port, str(tmp_path_factory.mktemp("shared")), timeout_s=200)
+    return on_two_processes(everything, str(tmp_path_factory.mktemp("shared")))
 
 
 def bytes_of(run: dict[str, Any]) -> list[int]:
@@ -219,10 +215,8 @@ def bytes_of(run: dict[str, Any]) -> list[int]:
 def test_bytes_fall_at_the_switch_and_all_workers_end_with_the_same_parameters(runs, name):
     mine, other = runs[0][name], runs[1][name]
     sent = bytes_of(mine)
-    assert 0 < sent[WARMUP + 1] < sent[WARMUP - 1] / 4
-    for ours, theirs in zip(mine["params"], other["params"], strict=True):
-        assert torch.equal(ours, theirs)
-    assert not torch.equal(mine["params"][-1], mine["params"][0])
+    assert_bytes_fall(mine, sent, WARMUP)
+    assert_equal_bits(mine, other)
     assert len(mine["params"]) == (2 * STEPS if name == "twice" else STEPS)
 
 
@@ -231,9 +225,8 @@ def test_bytes_fall_at_the_switch_and_all_workers_end_with_the_same_parameters(r
     [("lightning", "loop"), ("accumulation and clipping", "loop, accumulation and clipping")],
 )
 def test_the_trajectory_is_that_of_an_own_loop(runs, name, loop):
-    for ours, theirs in zip(runs[0][name]["params"], runs[0][loop]["params"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert bytes_of(runs[0][name])[1:] == pytest.approx(bytes_of(runs[0][loop])[1:], rel=0.01)  # padding
+    assert_same_trajectory(runs[0][name], runs[0][loop])
+    assert_same_bytes(bytes_of(runs[0][name]), bytes_of(runs[0][loop]))
 
 
 def test_clipping_sees_gradients_without_the_scale_of_a_grad_scaler(runs):
@@ -247,8 +240,7 @@ def test_a_run_goes_on_from_a_checkpoint(runs):
     for name in ("resumed in the warm-up", "resumed after the switch"):
         mine, other = runs[0][name], runs[1][name]
         assert len(mine["params"]) == STEPS
-        for ours, theirs in zip(mine["params"], other["params"], strict=True):
-            assert torch.equal(ours, theirs)
+        assert_equal_bits(mine, other)
 
 
 def test_what_cannot_work_is_refused_with_what_to_do(runs):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
+from small import flat, kinds_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
@@ -16,25 +19,13 @@ import onebit
 from onebit.comm import Comm, Solo
 
 WARMUP, STEPS = 4, 10
-KINDS: dict[str, dict[str, Any]] = {
-    "Lamb": {},
-    "OneBitLamb": {"freeze_step": WARMUP},
-    "OneBitAdam": {"freeze_step": WARMUP},
-    "LocalVarianceLamb": {"warmup_steps": WARMUP},
-    "ZeroOneAdam": {"var_freeze_step": WARMUP, "local_step_clipper": 1},
-}
+KINDS = kinds_of(WARMUP)
 kinds = pytest.mark.parametrize("name", KINDS)
 EXACT = {"Lamb": STEPS, "OneBitLamb": WARMUP, "OneBitAdam": WARMUP, "ZeroOneAdam": WARMUP, "LocalVarianceLamb": 0}
 """For how many steps the trajectory is that of one process on the mean of the gradients."""
 
 
-def make(name: str, params: Any, comm: Comm, **more: Any) -> Any:
-    settings = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.01, "comm": comm} | KINDS[name] | more
-    return getattr(onebit, name)(params, **settings)
-
-
-def flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+make = partial(small.make, KINDS, weight_decay=0.01)
 
 
 def data(rank: int, step: int, width: int = 6) -> Tensor:
@@ -51,7 +42,7 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-PLAIN = built(lambda: nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3)))
+PLAIN = small.MODEL
 
 
 class Loop:
@@ -78,7 +69,7 @@ class Loop:
         self.note(before)
 
     def note(self, before: int) -> None:
-        self.kept.append(flat(self.model))
+        self.kept.append(flat(self.model.parameters()))
         self.bytes.append(self.optimizer.payload_bytes - before)
 
 

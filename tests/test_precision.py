@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import small
 import torch
 from processes import run_processes
+from small import MODEL, flat, kinds_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,28 +21,12 @@ from onebit.comm import Comm, Solo
 
 WARMUP, STEPS = 3, 9
 INFS = (1, 5)  # steps, counted from 0, at which worker 1 has an inf: one of the warm-up, one after the switch
-KINDS: dict[str, dict[str, Any]] = {
-    "Lamb": {},
-    "OneBitLamb": {"freeze_step": WARMUP},
-    "OneBitAdam": {"freeze_step": WARMUP},
-    "LocalVarianceLamb": {"warmup_steps": WARMUP},
-    "ZeroOneAdam": {"var_freeze_step": WARMUP, "var_update_scaler": 1, "local_step_clipper": 1},
-}
+KINDS = kinds_of(WARMUP, var_update_scaler=1)
 HALF = [torch.bfloat16, torch.float16]
 kinds = pytest.mark.parametrize("name", KINDS)
 
-with torch.random.fork_rng():
-    torch.manual_seed(0)
-    MODEL = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))  # threads share torch's generator: no draws
 
-
-def make(name: str, params: Any, comm: Comm, **more: Any) -> Any:
-    settings = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.01, "comm": comm} | KINDS[name] | more
-    return getattr(onebit, name)(params, **settings)
-
-
-def flat(params: Any) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in params])
+make = partial(small.make, KINDS, weight_decay=0.01)
 
 
 def loss_of(model: nn.Module, rank: int, step: int, cast: torch.dtype | None) -> Tensor:

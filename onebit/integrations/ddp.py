@@ -92,7 +92,7 @@ def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
         done: Future[Tensor] = Future()
         done.set_result(buffer)
         return done
-    own = sum_of_squares([buffer], buffer.device) if optimizer._clips else None
+    own = sum_of_squares([buffer], buffer.device) if optimizer._estimate.wanted else None
     buffer.div_(comm.size)
     low = buffer.to(torch.bfloat16) if optimizer._transport == "bf16" else buffer
     before = comm.payload_bytes
@@ -105,7 +105,7 @@ def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
         if low is not buffer:
             mean = buffer.copy_(mean)
         if own is not None:
-            optimizer.note_squares(own, sum_of_squares([mean], mean.device))
+            optimizer._estimate.add_part(own, sum_of_squares([mean], mean.device))
         return mean
 
     return summed.then(finish)
