@@ -2,6 +2,7 @@
 
 from onebit.codec import OneBit
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
+from onebit.flat import Stage
 from onebit.freeze import AutoFreeze
 from onebit.guard import SwitchGuard
 from onebit.integrations.ddp import attach
@@ -11,7 +12,6 @@ from onebit.local_lamb import LocalVarianceLamb
 from onebit.local_variance import Schedule
 from onebit.onebit_adam import OneBitAdam
 from onebit.onebit_lamb import OneBitLamb
-from onebit.optim import Stage
 from onebit.presets import PAPER
 from onebit.version import __version__ as __version__
 from onebit.virtual import run_workers

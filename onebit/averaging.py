@@ -13,6 +13,7 @@ from onebit.comm import Comm
 from onebit.exchange import BucketMean, Exchange, Source, write_error
 from onebit.layout import FlatLayout
 from onebit.quantised import Bits, QuantisedCodec
+from onebit.sharding import local
 
 FullTransport = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "bf16", "int8", "int4"]
@@ -43,7 +44,7 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
     A parameter without a gradient on this worker counts as zero and gets one.
 
     Args:
-        params: the same parameters in the same order on all workers.
+        params: the same parameters in the same order on all workers; of DTensors, this process's shards.
         transport: as in `mean_over_workers`.
 
     Raises:
@@ -52,10 +53,14 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
     check_in("transport", transport, get_args(FullTransport))
     params = list(params)
     wide = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(wide) for p in params])
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    held = [local(p.grad) for p in params if p.grad is not None]
+    flat = torch.cat([g.reshape(-1).to(wide) for g in held])
     mean_over_workers(flat, comm, "fp32" if transport == "fp32" else "bf16")
-    for p, part in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
-        p.grad = part.view(p.shape).to(p.dtype)
+    for g, part in zip(held, torch.split(flat, [g.numel() for g in held]), strict=True):
+        g.copy_(part.view(g.shape))
 
 
 class QuantisedMean:

@@ -25,7 +25,7 @@ class NormEstimate:
     def __init__(self) -> None:
         self._share = self._weight = 0.0  # moving average, and what that of a constant 1 would be
         self.wanted = False
-        self._parts: tuple[Tensor, Tensor] | None = None  # of this step: own and of the mean, bucket by bucket
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # of this step: own and of the mean, by bucket
         self._clipped: tuple[Tensor, Tensor] | None = None  # of this step: own before clipping, and the factor
 
     @property
@@ -43,15 +43,20 @@ class NormEstimate:
             self._share = DECAY * self._share + (1 - DECAY) * of_mean / own
             self._weight = DECAY * self._weight + (1 - DECAY)
 
-    def add_part(self, own: Tensor, of_mean: Tensor) -> None:
-        """What a part of this step's gradients had as squared norm before and after averaging, in whatever unit."""
-        before = self._parts
-        self._parts = (own, of_mean) if before is None else (before[0] + own, before[1] + of_mean)
+    def add_part(self, number: int, own: Tensor, of_mean: Tensor) -> None:
+        """What a part of this step's gradients had as squared norm before and after averaging, in whatever unit.
+
+        Parts may come in any order and from any thread.
+        """
+        self._parts[number] = (own, of_mean)
 
     def take_parts(self) -> tuple[Tensor, Tensor] | None:
-        """The sums of the parts so far, which are forgotten; None: there were none."""
-        parts, self._parts = self._parts, None
-        return parts
+        """The sums of the parts so far, which are forgotten; None: there were none. In the order of their numbers."""
+        parts, self._parts = self._parts, {}
+        if not parts:
+            return None
+        own, of_mean = zip(*(parts[number] for number in sorted(parts)), strict=True)
+        return torch.stack(own).sum(), torch.stack(of_mean).sum()
 
     def clipped(self, own: Tensor, factor: Tensor) -> None:
         """Own gradients, whose mean will be known in this step, were clipped by a factor."""

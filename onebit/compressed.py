@@ -21,9 +21,9 @@ from onebit.codec import BucketCodec
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
+from onebit.flat import Stage
 from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, Run
-from onebit.optim import Stage
 from onebit.stages import TwoStages
 
 log = logging.getLogger("onebit")

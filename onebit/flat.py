@@ -5,6 +5,7 @@ State is one buffer per kind; `state[p]` holds views of it. The step is in `opti
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,7 +21,7 @@ from onebit.deferred import Deferred
 from onebit.errors import ConfigError
 from onebit.kernels import choose
 from onebit.layout import FlatLayout
-from onebit.sharding import Shards, find_shards, local
+from onebit.sharding import Shards, even_sizes, find_shards, local, places
 from onebit.version import __version__
 from onebit.weights import Weights
 
@@ -37,6 +38,13 @@ REBUILT = {
     *("_means", "_shards", "_asleep_here"),
 }
 """Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
+
+
+class Stage(enum.Enum):
+    """Before and after the variance is frozen. Not the learning-rate warm-up."""
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
 
 
 class FlatState(torch.optim.Optimizer):
@@ -163,7 +171,7 @@ class FlatState(torch.optim.Optimizer):
             extra = given.get("onebit")  # after the user's own hooks
             if extra is None:
                 raise ConfigError(f"the state dict is another library's; {type(self).__name__} loads only its own")
-            check_structure(extra["structure"], self._structure())
+            check_structure(extra["structure"], self._saved_structure())
             for group in given["param_groups"]:
                 check_group({**group, "params": []})
             kept.update(given)
@@ -204,7 +212,7 @@ class FlatState(torch.optim.Optimizer):
 
     def _extra_state(self) -> dict[str, Any]:
         return {
-            "structure": self._structure(),
+            "structure": self._saved_structure(),
             "rank": self.comm.rank,
         }
 
@@ -241,6 +249,10 @@ class FlatState(torch.optim.Optimizer):
         named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
         named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
         return named + [(f"shape of parameter {i}", str(tuple(p.shape))) for i, p in enumerate(self._params())]
+
+    def _saved_structure(self) -> list[tuple[str, str]]:
+        """The same, and of sharded parameters which shards this process holds: its state fits no others."""
+        return [*self._structure(), ("shards", places(self._params()))]
 
     def _prepare(self) -> None:
         """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""
@@ -281,7 +293,8 @@ class FlatState(torch.optim.Optimizer):
             self._weigh()
         assert self._stepped is not None
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
-        shape = ([x.shape for x in self._x], self.comm.size, groups, self._bucket_elements)
+        sizes = even_sizes(self._params())  # buckets are cut alike by all that hold shards
+        shape = ([x.shape for x in self._x], self.comm.size, groups, self._bucket_elements, sizes)
         self._layout = FlatLayout(*shape, None if self._shards is None else self._shards.sum)
         self._backend = self._build_backend(FlatLayout(*shape))  # it knows of this process alone
         for name in ("momentum", "variance"):

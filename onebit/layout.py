@@ -170,6 +170,8 @@ class FlatLayout:
         workers: n >= 1; the padding of a bucket makes it divisible by 8 n.
         groups: the parameter group of each parameter, non-decreasing; all 0 when left out.
         combine: as in `Run`.
+        sizes: elements of each parameter as they count for `bucket_elements`; None: those it has. All that hold shards
+            of the same layers give the same ones, so that they have the same buckets.
         bucket_elements: close a bucket before a layer would take it past this many elements; None: one bucket.
             A larger layer is a bucket of its own.
 
@@ -183,8 +185,10 @@ class FlatLayout:
         workers: int,
         groups: Sequence[int] | None = None,
         bucket_elements: int | None = None,
+        sizes: Sequence[int] | None = None,
         combine: Combine | None = None,
     ) -> None:
+        sizes = [prod(shape) for shape in shapes] if sizes is None else list(sizes)
         groups = [0] * len(shapes) if groups is None else list(groups)
         if workers < 1:
             raise LayoutError(f"workers is {workers}; a layout needs at least 1")
@@ -192,10 +196,10 @@ class FlatLayout:
             raise LayoutError(f"bucket_elements is {bucket_elements}; it must be at least 1, or None for one bucket")
         if len(groups) != len(shapes) or any(a > b for a, b in pairwise(groups)):
             raise LayoutError(f"groups {groups} must give one non-decreasing number for each of {len(shapes)} shapes")
-        if sum(prod(shape) for shape in shapes) == 0:
+        if sum(sizes) == 0:
             raise LayoutError("the parameters hold 0 elements together; pass at least one parameter that is not empty")
         self.workers = workers
-        self.buckets = _fill_buckets(shapes, groups, workers, bucket_elements)
+        self.buckets = _fill_buckets(shapes, groups, workers, bucket_elements, sizes)
         self.layers = tuple(layer for bucket in self.buckets for layer in bucket.layers)
         self.runs = tuple(
             Run([layer for layer in bucket.layers if layer.group == group], combine)
@@ -230,26 +234,27 @@ class FlatLayout:
 
 
 def _fill_buckets(
-    shapes: Sequence[Sequence[int]], groups: Sequence[int], workers: int, limit: int | None
+    shapes: Sequence[Sequence[int]], groups: Sequence[int], workers: int, limit: int | None, sizes: Sequence[int]
 ) -> tuple[Bucket, ...]:
-    """Cut the layers into buckets, in order, each padded to a multiple of 8 * workers."""
+    """Cut the layers into buckets, in order, each padded to a multiple of 8 * workers, at least one."""
     buckets: list[Bucket] = []
     layers: list[Layer] = []
-    start = position = 0
+    start = position = filled = 0
 
     def close() -> int:
         unit = 8 * workers
-        stop = start + -(-(position - start) // unit) * unit
+        stop = start + max(1, -(-(position - start) // unit)) * unit
         buckets.append(Bucket(len(buckets), start, stop, tuple(layers), workers))
         layers.clear()
         return stop
 
-    for index, (shape, group) in enumerate(zip(shapes, groups, strict=True)):
-        numel = prod(shape)
-        if limit is not None and numel and position > start and position - start + numel > limit:
+    for index, (shape, group, size) in enumerate(zip(shapes, groups, sizes, strict=True)):
+        if limit is not None and size and filled and filled + size > limit:
             start = position = close()
+            filled = 0
         layers.append(Layer(index, tuple(shape), position, group))
-        position += numel
+        position += prod(shape)
+        filled += size
     close()
     return tuple(buckets)
 

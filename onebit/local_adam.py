@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from onebit import lamb
 from onebit.averaging import Transport
 from onebit.codec import OneBit
@@ -57,6 +60,9 @@ class LocalVarianceAdam(LocalVariance):
             warmup_steps, total_steps, warmup_transport, codec, schedule, variance_floor, bias_correction
         )
         super().__init__(params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
+
+    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
+        return torch.where(norms.direction > 0, rates, 0.0)  # AdamW leaves layers without a gradient alone, too
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
         hyper = super()._hyper(group)

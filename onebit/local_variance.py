@@ -30,9 +30,10 @@ from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange, Source
+from onebit.flat import Stage
 from onebit.layout import Bucket, Run
 from onebit.logarithms import mean_variance
-from onebit.optim import FlatOptimizer, Stage, log
+from onebit.optim import FlatOptimizer, log
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,6 +110,7 @@ class LocalVariance(FlatOptimizer):
     needs_own_gradients = True
 
     _exchange: OneBitExchange | None = None
+    _awake: Tensor | None = None  # which layers have elements that take part, bool [layers]; None: all
     _smooth = False
     """Whether v_i is of gradients averaged over about n steps, whose squares are as large as those of the mean."""
 
@@ -223,7 +225,7 @@ class LocalVariance(FlatOptimizer):
 
     def _compressed_step_sizes(self, step: BucketStep, now: Momentum, rates: Tensor) -> Tensor:
         """What the directions of a bucket's layers are multiplied by, [layers of the bucket]; `rates`: lr of each."""
-        return rates
+        return rates if self._awake is None else torch.where(self._awake[step.codec.bucket.layer_slice], rates, 0.0)
 
     def _corrected(self, hypers: Hypers) -> Hypers:
         """The same for a direction z: (z / w + weight_decay x) lr is (z + weight_decay w x) lr / w.
@@ -315,10 +317,18 @@ class LocalVariance(FlatOptimizer):
         taking_part = torch.ones_like(alive)  # the padding too
         for view, out in zip(self._layout.views(alive), self._layout.views(taking_part), strict=True):
             out.copy_(view)
-        self._exchange.set_alive(taking_part)
+        self._set_alive(taking_part)
         while self._next_sync <= self._steps:
             self._syncs += 1
             self._next_sync += self._how.schedule.interval(self._syncs)
+
+    def _set_alive(self, alive: Tensor | None) -> None:
+        """Which elements take part in the exchange from now on, bool [layout.numel]; None: all."""
+        assert self._layout is not None
+        assert self._exchange is not None
+        self._exchange.set_alive(alive)
+        views = [] if alive is None else self._layout.views(alive)
+        self._awake = torch.stack([view.any() for view in views]) if views else None
 
     def _numbers(self, bucket: Bucket) -> Tensor:
         """A bucket's momentum over d as numbers, [bucket]; not to be written to."""
@@ -375,7 +385,7 @@ class LocalVariance(FlatOptimizer):
         pairs = [(self._own, extra["own"]), (self._smoothed, extra["smoothed"])]
         if extra["stage"] == Stage.COMPRESSED.value:
             exchange = self._allocate_compressed()
-            exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
+            self._set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
             self._momentum = [self._loaded(m) for m in extra["momentum"]]
             if extra["rank"] == self.comm.rank:
                 pairs += [(getattr(exchange, name), extra[name]) for name in ("worker_error", "server_error")]

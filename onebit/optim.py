@@ -8,45 +8,28 @@ it at the next step (`_settle`).
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.averaging import BITS, QuantisedMean, average_gradients, mean_over_workers
-from onebit.backend import Gradient, Hypers, flat_gradient
-from onebit.checks import checksum
-from onebit.clipping import NormEstimate, scale_gradients, sum_of_squares
+from onebit.backend import Hypers
 from onebit.deferred import Deferred, send
-from onebit.errors import ConfigError
-from onebit.exchange import LateSource, TensorSource
-from onebit.flat import FlatState
-from onebit.layout import Bucket
-from onebit.sharding import local
-from onebit.weights import HALF
+from onebit.errors import ConfigError, MismatchError
+from onebit.gradients import StepGradients
 
 log = logging.getLogger("onebit")
 
 
-Means = dict[int, tuple[Tensor, int] | None]
-"""By id of the parameter, gradients that are means over the workers, with their version; None: DDP puts them there."""
 Measured = tuple[lamb.Norms, bool | Tensor]
 """Of a bucket: its layers' norms, and whether all is finite."""
 
 
-class Stage(enum.Enum):
-    """Before and after the variance is frozen. Not the learning-rate warm-up."""
-
-    WARMUP = "warmup"
-    COMPRESSED = "compressed"
-
-
-class FlatOptimizer(FlatState):
+class FlatOptimizer(StepGradients):
     """An optimizer whose state is flat and equal on all workers, and which averages the gradients itself.
 
     A subclass may say how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
@@ -56,24 +39,12 @@ class FlatOptimizer(FlatState):
     """Whether steps may exchange compressed values, so that its stage is of interest."""
     sends_momentum = False
     """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
-    needs_own_gradients = False
-    """Whether its warm-up needs each worker's own gradients beside their mean, so that nobody else may average them."""
     _step_supports_amp_scaling = True  # GradScaler then calls `step` on all workers, whoever had an overflow
     _skipped_steps = 0
-    _scaled = False  # whether a GradScaler calls `step`: the workers' scales may differ then
-    _attached = False  # whether a DDP model leaves the averaging to us, and helps in the warm-up
-    _rewarmed = False  # whether there was a way back from the compressed stage
-    _said_unknown = False
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._means: Means = {}
-        self._estimate = NormEstimate()
-        super().__init__(*args, **settings)
 
     def _extra_state(self) -> dict[str, Any]:
         return {
-            "structure": self._structure(),
-            "rank": self.comm.rank,
+            **super()._extra_state(),
             "stage": self.stage.value,
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
@@ -111,63 +82,44 @@ class FlatOptimizer(FlatState):
                 loss = closure()
         self._make_ready()
         assert self._stepped is not None
-        self._unscale()
-        self._stepped.pull()
-        self._x = self._stepped.tensors()
         before = self.comm.payload_bytes
-        self._step()
-        self._stepped.push()
-        self._means.clear()
-        self._estimate.take_parts()
+        self._unscale()
+        try:
+            if self._scaled and self._skipped_steps:
+                self._compare_rates()
+            self._stepped.pull()
+            self._x = self._stepped.tensors()
+            self._step()
+            self._stepped.push()
+        finally:
+            self._stepped.unscale = None
+        self._forget_means()
         self.payload_bytes += self.comm.payload_bytes - before
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        self._means.clear()
-        self._estimate.take_parts()
-        super().zero_grad(set_to_none)
+    def _compare_rates(self) -> None:
+        """After an overflow a GradScaler's scale may be the worker's own, and so may be what a schedule makes of it.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._means = {}
-        super().__setstate__(state)
+        The host waits for the device here.
 
-    def _make_ready(self) -> None:
-        """Compare the workers where that is due; then note what the device found out about the last step."""
-        if not self._compared:
-            self._prepare()
-        self._settle()
-
-    def _unscale(self) -> None:
-        """Undo what a `torch.amp.GradScaler` multiplied the loss with, unless it has done so itself."""
-        scale = getattr(self, "grad_scale", None)
-        self._scaled |= getattr(self, "found_inf", None) is not None
-        assert self._stepped is not None
-        self._stepped.unscale = None if scale is None else 1 / scale
-        if scale is not None:
-            scale_gradients([p for p in self._params() if p.dtype not in HALF], 1 / scale)
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        if self.comm.size == 1 or self._attached or self._means:
-            return
-        grads = [g for g in self._gradients() if g is not None]
-        sums = "".join(map(checksum, grads)) if any(bool(g.any()) for g in grads) else ""
-        seen = set(self.comm.all_gather_bytes(sums.encode()))
-        if self.comm.rank == 0 and len(seen) == 1 and seen != {b""}:
-            log.warning(
-                "all workers hold the same gradients: either they were given the same data, or something else averages "
-                "gradients (DistributedDataParallel does), and no bytes are saved; call onebit.attach(model, optimizer)"
+        Raises:
+            MismatchError: on all workers, before anything is changed.
+        """
+        mine = torch.tensor([float(group["lr"]) for group in self.param_groups], dtype=torch.float64)
+        rates = self.comm.all_gather(mine.view(torch.uint8).to(self._device)).wait().cpu().view(torch.float64)
+        differing = (rates != rates[0]).nonzero().tolist()
+        if differing:
+            worker, group = differing[0]
+            raise MismatchError(
+                f"lr of group {group} is {float(rates[0, group])} on worker 0 and {float(rates[worker, group])} on "
+                f"worker {worker}. After an overflow on one worker the scale of its GradScaler is its own: decide on "
+                'scheduler.step() by optimizer.stats()["skipped_steps"], which is the same on all workers'
             )
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("stage", self.stage.value)]
 
     # -- what users read -----------------------------------------------------------------------------------
-
-    @property
-    def stage(self) -> Stage:
-        return Stage.WARMUP
 
     @property
     def in_sync(self) -> bool:
@@ -266,71 +218,6 @@ class FlatOptimizer(FlatState):
                 self._steps -= 1
                 self._skip()
 
-    @property
-    def wants_means(self) -> bool:
-        """Whether this step is to be given gradients that are means over the workers, or takes them itself.
-
-        Not where integers are sent, or own gradients are needed; and not once overflows on one worker may have given
-        the workers' `GradScaler`s different scales, which a mean over scaled gradients would mix.
-        """
-        usable = self._transport not in BITS and not self.needs_own_gradients
-        return self.stage is Stage.WARMUP and usable and not (self._scaled and self._rewarmed)
-
-    def note_means(self, params: Iterable[Tensor]) -> None:
-        """Say that the gradients of these parameters are means over the workers. Until `step` or `zero_grad`."""
-        self._means.update((id(p), None) for p in params)
-
-    def _has_mean(self, p: Tensor) -> bool:
-        """Whether a gradient still is the mean that it was noted to be: not after a new backward."""
-        if id(p) not in self._means:
-            return False
-        noted, grad = self._means[id(p)], p.grad
-        return noted is None or (grad is noted[0] and grad._version == noted[1])
-
-    def _averaged_gradients(self, overwritten: bool = False) -> Gradient:
-        """The mean of the workers' gradients; a missing gradient counts as zero.
-
-        `overwritten`: own gradients will be, before the step counts.
-        """
-        assert self._layout is not None
-        rest = [p for p in self._params() if not self._has_mean(p)]
-        if len(rest) < len(self._params()):
-            if rest:
-                average_gradients(rest, self.comm, "fp32" if self._transport in BITS else self._transport)
-            return self._gradients()
-        grads = self._gradients()
-        if self.comm.size == 1 and self._transport == "fp32":  # nothing to average: read where they are
-            return grads
-        if self._averaged is None:  # kept through the warm-up: fresh pages cost as much as filling them
-            self._averaged = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
-        g = self._averaged
-        if self._transport == "int8" or self._transport == "int4":
-            if self._quantised is None:
-                self._quantised = self._start_quantised()
-            make = self._gathered_source if overwritten else self._late_gradient
-            self._quantised.take([make(bucket, grads) for bucket in self._layout.buckets], g)
-            return g
-        for bucket in self._layout.buckets:
-            self._backend.gather(bucket, grads[bucket.layer_slice], g[bucket.slice])
-        mean_over_workers(g, self.comm, self._transport)
-        return g
-
-    def _start_quantised(self) -> QuantisedMean:
-        assert self._layout is not None
-        bits = BITS[self._transport]
-        codecs = [self._backend.quantised_codec(bucket, bits) for bucket in self._layout.buckets]
-        return QuantisedMean(self._layout, codecs, self.comm)
-
-    def _late_gradient(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> LateSource:
-        return LateSource(lambda: self._gathered_source(bucket, grads))
-
-    def _gathered_source(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> TensorSource:
-        return TensorSource(self._gathered(bucket, grads))
-
-    def _gathered(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Tensor:
-        """The gradients that lie in a bucket, given those of all layers: [bucket], a new tensor."""
-        return flat_gradient(self._backend, bucket, grads[bucket.layer_slice], self._x[0])
-
     def _skip(self) -> None:
         self._skipped_steps += 1
         if self.comm.rank == 0:
@@ -354,106 +241,3 @@ class FlatOptimizer(FlatState):
         """The learning rate of each layer, float64 [layers]; 0 where a parameter asks for no gradient now."""
         rates, moves = hypers.rates(self._device), [p.requires_grad for p in self._params()]
         return rates if all(moves) else rates * send(torch.tensor(moves, dtype=torch.float64), self._device)
-
-    def _gradients(self) -> list[Tensor | None]:
-        """This worker's gradients, one per layer."""
-        assert self._stepped is not None
-        for name, p in zip(self._names(), self._params(), strict=True):
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise ConfigError(f"the gradient of {name} is {p.grad.layout}; only dense gradients are allowed")
-        return self._stepped.gradients()
-
-    # -- clipping ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients of all workers by one factor, so that the norm of their mean is at most `max_norm`.
-
-        Call it where `torch.nn.utils.clip_grad_norm_` would be called: after backward, once per step. A collective.
-        In the warm-up stage the gradients are averaged here instead of in `step`, and the norm is that of the mean. In
-        the compressed stage every worker keeps its own gradient, and the norm of their mean is estimated: the mean of
-        their squared norms, one number from each worker, times the share that averaging kept of it in the last warm-up
-        steps with clipping (docs/clipping.md has the error of the estimate).
-
-        Args:
-            max_norm: above 0; inf clips nothing and measures.
-            error_if_nonfinite: raise instead of leaving it to `step`, which skips such gradients on all workers.
-
-        Returns:
-            The norm before clipping, or its estimate: float64 [], equal on all workers.
-
-        Raises:
-            ConfigError: max_norm is not above 0; or the norm is not finite and `error_if_nonfinite` is set.
-        """
-        if not max_norm > 0:
-            raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
-        self._make_ready()
-        before, self._estimate.wanted = self.comm.payload_bytes, True
-        own: Tensor | None = None
-        if self.stage is Stage.WARMUP and not self.needs_own_gradients:
-            square = self._square_of_means()
-        else:
-            own = self._shared(self._square(self._gradients()))
-            if not self._estimate.known and not self.needs_own_gradients and self.comm.size > 1:
-                self._say_unknown()
-            square = own * self._estimate.kept
-        norm = square.sqrt()
-        self.payload_bytes += self.comm.payload_bytes - before
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise ConfigError(f"the norm of the gradients is {float(norm)}, and error_if_nonfinite is set")
-        factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        scale_gradients(self._params(), factor)
-        if own is not None and self.needs_own_gradients and self.comm.size > 1:
-            self._estimate.clipped(own, factor)
-        if self._means:
-            self._means = {id(p): (p.grad, p.grad._version) for p in self._params() if p.grad is not None}
-        return norm
-
-    def _say_unknown(self) -> None:
-        if self.comm.rank == 0 and not self._said_unknown:
-            log.warning(
-                "clip_grad_norm_ was not used in the warm-up, so how much shorter the mean of the gradients is than "
-                "they are is not known: the norm of the workers' own is taken, and clipping is stronger than asked"
-            )
-        self._said_unknown = True
-
-    def _square_of_means(self) -> Tensor:
-        """Put the means of the gradients in their place; the square of their norm. What averaging kept is noted."""
-        # DDP has averaged where means are noted, and noted both squares if it knew that they are wanted
-        own = None if self._means or self.comm.size == 1 else self._square(self._gradients())
-        self._put_means_in_place()
-        square = self._square(self._gradients())
-        parts = self._estimate.take_parts()
-        pair = parts if own is None else (own, square)
-        if pair is not None and self.comm.size > 1:
-            self._estimate.note(float(pair[1]), float(self._shared(pair[0])))
-        return square
-
-    def _square(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The squared norm of all gradients together, of whole layers: float64 []."""
-        if self._shards is None:
-            return sum_of_squares(grads, self._device)
-        return self._shards.sum(torch.stack([sum_of_squares([g], self._device) for g in grads])).sum()
-
-    def _put_means_in_place(self) -> None:
-        assert self._layout is not None
-        g = self._averaged_gradients(overwritten=True)
-        if isinstance(g, Tensor):
-            for p, mean in zip(self._params(), self._layout.views(g), strict=True):
-                if p.grad is None and p.requires_grad:
-                    p.grad = torch.zeros_like(p)
-                if p.grad is not None:
-                    local(p.grad).copy_(mean)
-        self.note_means(self._params())
-
-    def _shared(self, square: Tensor) -> Tensor:
-        """The mean of a number over the workers; float64 []."""
-        if self.comm.size > 1:
-            square = square.reshape(1)
-            self.comm.all_reduce(square)
-            square = square[0] / self.comm.size
-        return square
-
-    def _calibrate(self, g: Gradient) -> None:
-        """Where own gradients were clipped and their mean, flat or by layer, is known only now: note what it kept."""
-        self._estimate.note_mean(lambda: sum_of_squares([g] if isinstance(g, Tensor) else g, self._device))

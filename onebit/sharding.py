@@ -28,6 +28,39 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
+def lay_as_parameters(params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Let each gradient lie where its parameter does. In tensor parallel layers it may be a sum nobody has taken yet.
+
+    A collective of the processes that share a layer, where one is laid anew.
+
+    Raises:
+        ConfigError: a gradient lies on another mesh.
+    """
+    for p, name in zip(params, names, strict=True):
+        g: Any = p.grad
+        if g is None or not (is_sharded(p) and is_sharded(g)):
+            continue
+        if g.device_mesh != p.device_mesh:  # type: ignore[attr-defined]
+            raise ConfigError(f"the gradient of {name} lies on {g.device_mesh}, it on {p.device_mesh}")  # type: ignore[attr-defined]
+        if g.placements != p.placements:  # type: ignore[attr-defined]
+            p.grad = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+
+
+def even_sizes(params: Sequence[Tensor]) -> list[int]:
+    """Elements of the largest shard of each, were they cut evenly: the same on all processes that hold shards."""
+    return [-(-p.numel() // _parts(p)) if is_sharded(p) else p.numel() for p in params]
+
+
+def places(params: Sequence[Tensor]) -> str:
+    """Which shards these are, in words; the same for all parameters that are cut alike."""
+    found = {
+        f"{p.device_mesh.get_coordinate()} of {tuple(p.device_mesh.shape)}, {p.placements}"  # type: ignore[attr-defined]
+        for p in params
+        if is_sharded(p)
+    }
+    return "; ".join(sorted(found)) or "none"
+
+
 class Shards:
     """The processes that hold the shards of this worker's layers.
 
@@ -89,6 +122,12 @@ def find_shards(params: Sequence[Tensor], names: Sequence[str], comm: Comm) -> S
         )
     copies = [_copies(p, name) if is_sharded(p) else shards.size for p, name in zip(params, names, strict=True)]
     return Shards(shards, copies, local(params[0]).device)
+
+
+def _parts(p: Tensor) -> int:
+    """Into how many shards a DTensor is cut."""
+    placements, mesh = p.placements, p.device_mesh  # type: ignore[attr-defined]
+    return prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard())
 
 
 def _copies(p: Tensor, name: str) -> int:

@@ -16,11 +16,12 @@ from onebit.checks import check_floor, check_in, check_kind, check_whole
 from onebit.codec import OneBit
 from onebit.errors import ConfigError
 from onebit.exchange import OneBitExchange
+from onebit.flat import Stage
 from onebit.freeze import AutoFreeze, FreezeStep, Settling, check_freeze_step
 from onebit.guard import LayerPreview, SwitchGuard, Watch, preview, sentence
 from onebit.kernels import pack_bits, unpack_bits
 from onebit.layout import Run
-from onebit.optim import FlatOptimizer, Stage
+from onebit.optim import FlatOptimizer
 
 log = logging.getLogger("onebit")
 

@@ -14,10 +14,11 @@ from onebit.averaging import mean_over_workers
 from onebit.checks import check_floor, check_in, check_kind, check_whole, fingerprints
 from onebit.codec import OneBit
 from onebit.comm import Comm, check_same
+from onebit.deferred import send
 from onebit.exchange import ROOM, OneBitExchange
-from onebit.flat import DEFAULT_BUCKET_ELEMENTS
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS, Stage
 from onebit.layout import FlatLayout, Run
-from onebit.optim import FlatOptimizer, Stage, log
+from onebit.optim import FlatOptimizer, log
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,9 +69,10 @@ class ZeroOneAdam(FlatOptimizer):
     The paper refreshes v after x moved and starts from zero; here v comes first (DEV-20), so update 1 has one. Errors
     are in units of u, so a change of lr needs no repair. Where lr was 0 since the last exchange nothing moves: the
     errors keep what they owe, and m becomes 0. There is no bias correction, as released.
-    Elements with v = 0 had no gradient in any variance step and are held, weight decay apart; what sync steps have for
-    them waits in the errors. The next variance step with a gradient frees them; after the last one they get the mean
-    variance of their layer as soon as a worker has something for them.
+    Elements with v = 0 had no gradient in any variance step and are held, weight decay apart, which leaves alone only
+    layers that consist of nothing else. What sync steps have for them waits in the errors. The next variance step with
+    a gradient frees them; after the last one they get the mean variance of their layer as soon as a worker has
+    something for them.
     A gradient that is not finite, or too large to square: all workers skip that variance or sync step, with no change.
     In a local step nobody else can know: that worker takes its gradient as zero, m_i = beta1 m_i, and all count it.
 
@@ -184,7 +186,7 @@ class ZeroOneAdam(FlatOptimizer):
         self._exchange = OneBitExchange(self._layout, self._codec, self.comm, self._dtype, self._device, codecs)
         self._lr_sums = [0.0] * len(self.param_groups)  # since the last exchange
         self._left_out = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._roots: dict[int, Tensor] = {}  # by the first layer of a run, see `_root`
+        self._roots: dict[int, tuple[Tensor, Tensor]] = {}  # by the first layer of a run, see `_root`
         self._late = True  # whether an element that takes part may lack a variance
 
     def _step(self) -> None:
@@ -283,16 +285,21 @@ class ZeroOneAdam(FlatOptimizer):
 
     def _move(self, run: Run, d: Tensor, lr_sum: float, hyper: lamb.Hyper) -> None:
         """x -= d / (sqrt(v) + eps) + lr_sum * weight_decay * x, in place; d: [numel]."""
-        x, step = self._x[run.layer_slice], d / (self._root(run) + hyper.eps)
+        root, awake = self._root(run)
+        x, step = self._x[run.layer_slice], d / (root + hyper.eps)
         if hyper.weight_decay:
             run.add_scaled(step, x, lr_sum * hyper.weight_decay)
-        moves = [p.requires_grad for p in self._params()[run.layer_slice]]
-        run.subtract(x, step if all(moves) else step * run.spread(step.new_tensor(moves)))
+        asked = [p.requires_grad for p in self._params()[run.layer_slice]]
+        if hyper.weight_decay or not all(asked):
+            step *= run.spread((awake & send(torch.tensor(asked), self._device)).to(step))
+        run.subtract(x, step)
 
-    def _root(self, run: Run) -> Tensor:
-        """sqrt(v) with the floor, [numel]; infinite where v is 0, which holds what is divided by it."""
+    def _root(self, run: Run) -> tuple[Tensor, Tensor]:
+        """sqrt(v) with the floor, [numel], infinite where v is 0, which holds what is divided by it; and which layers
+        have elements that move, bool [layers]: AdamW leaves others alone, weight decay included."""
         if run.first not in self._roots:
             v, raised = self._flat["variance"][run.slice], self._flat["variance"][run.slice].clone()
             lamb.freeze_variance(raised, None, run, self._floor)
-            self._roots[run.first] = torch.where(v > 0, raised.sqrt(), torch.inf)
+            awake = torch.stack([view.any() for view in run.views(v > 0)])
+            self._roots[run.first] = (torch.where(v > 0, raised.sqrt(), torch.inf), awake)
         return self._roots[run.first]

@@ -23,6 +23,7 @@ def kinds_of(warmup: int, **zero_one: Any) -> dict[str, dict[str, Any]]:
         "OneBitLamb": {"freeze_step": warmup},
         "OneBitAdam": {"freeze_step": warmup},
         "LocalVarianceLamb": {"warmup_steps": warmup},
+        "LocalVarianceAdam": {"warmup_steps": warmup},
         "ZeroOneAdam": {"var_freeze_step": warmup, "local_step_clipper": 1, **zero_one},
     }
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.averaging import average_gradients
+from onebit.clipping import NormEstimate
 from onebit.comm import Comm
 
 WARMUP, STEPS, INF = 4, 10, float("inf")
@@ -302,3 +303,45 @@ def test_ddp_gives_what_the_plain_loop_gives():
         assert ddp["norm"][:known] == pytest.approx([float(n) for n in plain["norm"]][:known], rel=1e-4), name
         assert ddp["norm"] == pytest.approx([float(n) for n in plain["norm"]], rel=0.1), name
         assert float((ddp["params"][-1] - plain["params"][-1]).abs().mean()) < 0.01
+
+
+def test_parts_come_in_any_order():
+    squares = [torch.tensor(10.0**i, dtype=torch.float64) for i in range(-8, 9)]
+    sums = []
+    for order in (range(17), reversed(range(17))):
+        estimate = NormEstimate()
+        for i in order:
+            estimate.add_part(i, squares[i], squares[i] / 3)
+        sums.append(estimate.take_parts())
+        assert estimate.take_parts() is None
+    assert sums[0] == sums[1]
+    assert float(sums[0][0]) == pytest.approx(1.1111111111111111e8)
+
+
+@kinds
+def test_a_frozen_layer_has_no_part_in_it(name):
+    """Its old gradient, which is still there, neither counts nor moves anything."""
+    ends = []
+    for stale in (True, False):
+
+        def work(comm: Comm, stale: bool = stale) -> tuple[list[float], Any, list[Any]]:
+            model, norms = copy.deepcopy(MODEL), []
+            params = list(model.parameters())
+            optimizer = make(name, params, comm)
+            for step in range(STEPS):
+                backward(model, comm.rank, step)
+                if step >= 2:
+                    params[0].requires_grad_(False)
+                    params[0].grad = torch.full_like(params[0], 1e3 + comm.rank) if stale else None
+                norms.append(float(optimizer.clip_grad_norm_(0.3)))
+                optimizer.step()
+                params[0].requires_grad_(True)
+                optimizer.zero_grad()
+            return norms, flat(params), [optimizer.state[p].get("momentum") for p in params]
+
+        mine, other = onebit.run_workers(2, work)
+        assert mine[0] == other[0]
+        assert torch.equal(mine[1], other[1])
+        ends.append(mine)
+    assert ends[0][0] == ends[1][0]
+    assert torch.equal(ends[0][1], ends[1][1])

@@ -162,6 +162,34 @@ def test_the_wire_itself_carries_less_after_the_switch():
     assert compressed < warm / 10
 
 
+def frozen(comm: Comm, clip: bool) -> dict[str, Any]:
+    """A backbone that was frozen before DDP saw it."""
+    model = build(always=True)
+    model.first.requires_grad_(False)
+    optimizer, wrapped = make("OneBitLamb", model), DistributedDataParallel(model)
+    onebit.attach(wrapped, optimizer)
+    sent = []
+    for step in range(STEPS):
+        x, y = batch(comm.rank, step, 0)
+        nn.functional.mse_loss(wrapped(x, step), y).backward()
+        before = optimizer.payload_bytes
+        if clip:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        sent.append(optimizer.payload_bytes - before)
+        assert model.first.weight.grad is None
+        optimizer.zero_grad()
+    return {"sent": sent, "params": [p.detach().clone() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_nothing_is_sent_for_a_frozen_backbone(clip):
+    mine, other = run_processes(2, frozen, clip)
+    assert all(map(torch.equal, mine["params"], other["params"]))
+    assert torch.equal(mine["params"][0], build(always=True).first.weight)
+    assert max(mine["sent"][:WARMUP]) <= 16  # what `step` and `clip_grad_norm_` send themselves: two numbers at most
+
+
 class Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

@@ -236,6 +236,57 @@ def test_small_gradients_survive_the_scale():
     torch.testing.assert_close(optimizer.state[p]["momentum"], grads * (1 - 0.9**2), rtol=0.01, atol=0.0)
 
 
+@kinds
+def test_clipping_reads_what_was_unscaled_by_hand_after_a_step_that_was_not(name):
+    p, twin = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled, plain, norms = make(name, [p], Solo()), make(name, [twin], Solo()), []
+    for by_hand in (False, True, False, True):
+        twin.square().sum().backward()
+        scaler.scale(p.square().sum()).backward()
+        if by_hand:
+            scaler.unscale_(scaled)
+            norms.append((float(scaled.clip_grad_norm_(2.0)), float(plain.clip_grad_norm_(2.0))))
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+        scaled.zero_grad()
+        plain.zero_grad()
+        assert torch.equal(p, twin)
+    assert all(mine == theirs for mine, theirs in norms)
+    assert norms[0][0] > 10
+
+
+def by_the_scale(comm: Comm) -> tuple[str, int, Tensor]:
+    """The schedule waits while the scale falls, as many loops have it."""
+    model = copy.deepcopy(MODEL)
+    optimizer = make("OneBitAdam", model.parameters(), comm)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for step in range(STEPS):
+        loss = loss_of(model, comm.rank, step, None)
+        scaler.scale(loss * float("inf") if step in INFS and comm.rank == 1 else loss).backward()
+        try:
+            scaler.step(optimizer)
+        except onebit.MismatchError as error:
+            return str(error), step, flat(model.parameters())
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= before:
+            schedule.step()
+        optimizer.zero_grad()
+    return "", STEPS, flat(model.parameters())
+
+
+def test_schedules_that_came_apart_are_said_before_the_parameters_do():
+    (text, step, mine), (other, last, theirs) = onebit.run_workers(2, by_the_scale)
+    assert text == other
+    assert "lr of group 0" in text
+    assert "skipped_steps" in text
+    assert step == last == INFS[0] + 1
+    assert torch.equal(mine, theirs)
+
+
 def new_values(params: list[nn.Parameter], step: int) -> dict[str, Tensor]:
     return {str(i): torch.linspace(8, 9, p.numel()).view_as(p).bfloat16() + step for i, p in enumerate(params)}
 

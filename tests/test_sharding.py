@@ -15,8 +15,13 @@ from processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import onebit
 from onebit.comm import Comm, Solo
@@ -123,6 +128,160 @@ def test_layers_that_do_not_divide_evenly():
     for found in run_processes(4, sharded, "Lamb", "fsdp", None, True, timeout_s=100):
         for mine, theirs in zip(found["params"], expected[0]["params"], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def sequence_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def sequence_parallel(_: Comm, name: str, clip: float | None) -> dict[str, Any]:
+    """A layer norm on parts of the rows: backward gives its replicated parameters a part of their gradient each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica, model = mesh["replicate"].get_local_rank(), sequence_model()
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "1": SequenceParallel(sequence_dim=0),
+        "2": ColwiseParallel(input_layouts=Shard(0)),
+        "4": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["shard"], plan)
+    model(batch(replica, 0, 0)[0]).sum().backward()
+    partial = model[1].weight.grad.placements[0].is_partial()
+    model.zero_grad()
+    optimizer = optimizer_of(name, model, process_group=mesh["replicate"].get_group())
+    found = steps_of(model, optimizer, replica, [0, 1], clip)
+    held = [p.full_tensor() for p in model.parameters()]
+    return {**found, "params": held, "mine": model[1].weight.to_local().detach(), "partial": partial}
+
+
+@pytest.mark.parametrize(("name", "clip"), [("OneBitLamb", None), ("OneBitLamb", 0.5), ("Lamb", None)])
+def test_gradients_that_are_partial_sums_are_completed(name, clip):
+    models = [sequence_model(), sequence_model()]
+
+    def work(comm: Comm) -> list[Tensor]:
+        steps_of(models[comm.rank], optimizer_of(name, models[comm.rank], comm=comm), comm.rank, [0, 1], clip)
+        return [p.detach() for p in models[comm.rank].parameters()]
+
+    expected = onebit.run_workers(2, work)[0]
+    results = run_processes(4, sequence_parallel, name, clip, timeout_s=100)
+    for found in results:
+        assert found["partial"]  # else this tests nothing
+        assert torch.equal(found["mine"], results[0]["mine"])
+        for mine, theirs in zip(found["params"], expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def uneven_model() -> nn.Module:
+    """Shards of 3 and 2 rows, of 1 and none; with room for 50 elements the first would cut other buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1), nn.Linear(1, 16))
+
+
+class Repeat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 16)
+
+
+def single_row() -> nn.Module:
+    """All of it lies on the first process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 1), Repeat())
+
+
+def uneven(_: Comm, name: str, build_model: Any, room: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica, part, model = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), build_model()
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh["replicate"].get_group()
+    optimizer = optimizer_of(name, model, process_group=group, bucket_elements=room)
+    steps_of(model, optimizer, replica, [part], 0.5)
+    held = [p.to_local().numel() for p in model.parameters()]
+    return {"params": [p.full_tensor().detach() for p in model.parameters()], "numel": sum(held), "sizes": held}
+
+
+@pytest.mark.parametrize("name", ["Lamb", "OneBitLamb", "OneBitAdam"])
+@pytest.mark.parametrize(("build_model", "room"), [(uneven_model, 50), (single_row, 8)])
+def test_shards_of_any_sizes_have_the_same_buckets(name, build_model, room):
+    models = [build_model(), build_model()]
+    more = {"bucket_elements": room} | ({} if name == "Lamb" else {"freeze_step": 100})
+
+    def work(comm: Comm) -> list[Tensor]:
+        model = models[comm.rank]
+        steps_of(model, optimizer_of(name, model, comm=comm, **more), comm.rank, [0, 1], 0.5)
+        return [p.detach() for p in model.parameters()]
+
+    expected = onebit.run_workers(2, work)[0]
+    results = run_processes(4, uneven, name, build_model, room, timeout_s=100)
+    assert len({found["numel"] for found in results}) == 2
+    for found in results:
+        assert all(map(torch.equal, found["params"], results[0]["params"]))
+        assert all(torch.isfinite(p).all() for p in found["params"])
+        if name == "Lamb":  # scales are those of shards, so the compressed stage differs
+            for mine, theirs in zip(found["params"], expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def a_frozen_layer(_: Comm, clip: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build()
+    model[2].requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = optimizer_of("OneBitLamb", model, process_group=mesh["replicate"].get_group())
+    replica, part = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
+    steps_of(model, optimizer, replica, [part], 0.5 if clip else None)
+    return {"params": [p.full_tensor().detach() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_frozen_layers_stay_where_they_are(clip):
+    results = run_processes(4, a_frozen_layer, clip, timeout_s=100)
+    start = [p.detach() for p in build().parameters()]
+    for found in results:
+        assert all(map(torch.equal, found["params"], results[0]["params"]))
+        still = [torch.equal(a, b) for a, b in zip(found["params"], start, strict=True)]
+        assert still == [False, False, True, True, False, False]
+
+
+def other_shards(_: Comm) -> list[str]:
+    """Load what the next process saved, what an optimizer of whole layers saved, and one's own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica, part, said = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), []
+    model, whole_model = build(), build()
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh["replicate"].get_group()
+    optimizer = optimizer_of("OneBitLamb", model, process_group=group)
+    plain = optimizer_of("OneBitLamb", whole_model, process_group=group)
+    steps_of(model, optimizer, replica, [part])
+    steps_of(whole_model, plain, replica, [0, 1])
+    own, gathered = optimizer.state_dict(), [None] * 4
+    dist.all_gather_object(gathered, own)
+    fresh = optimizer_of("OneBitLamb", model, process_group=group)
+    for given in (gathered[dist.get_rank() ^ 1], plain.state_dict(), own):
+        try:
+            fresh.load_state_dict(given)
+            said.append("")
+        except onebit.ConfigError as error:
+            said.append(str(error))
+            assert not fresh.state
+    ends = []
+    for opt in (optimizer, fresh):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before = [p.detach().clone() for p in model.parameters()]
+        opt.step()
+        ends.append([p.full_tensor().detach().clone() for p in model.parameters()])
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), before, strict=True):
+                p.copy_(old)
+    return [*said, str(all(map(torch.equal, *ends)))]
+
+
+def test_only_the_state_of_the_same_shards_is_loaded():
+    for other, plain, own, same in run_processes(4, other_shards, timeout_s=100):
+        assert "shards is" in other
+        assert "shards is" in plain
+        assert (own, same) == ("", "True")
 
 
 def a_dead_row(_: Comm) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
         if low is not buffer:
             mean = buffer.copy_(mean)
         if own is not None:
-            optimizer._estimate.add_part(own, sum_of_squares([mean], mean.device))
+            optimizer._estimate.add_part(bucket.index(), own, sum_of_squares([mean], mean.device))
         return mean
 
     return summed.then(finish)

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onebit.errors import ConfigError
+from onebit.flat import Stage
 from onebit.integrations.ddp import attach, unwrapped
-from onebit.optim import FlatOptimizer, Stage
+from onebit.optim import FlatOptimizer
 
 try:
     from transformers import Trainer, TrainerCallback
