@@ -14,9 +14,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.common_optimizers import optim_db
 
 import onebit
 
+(ADAMW,) = (info for info in optim_db if info.optim_cls is torch.optim.AdamW)
+FOREIGN = {"maximize", "amsgrad", "foreach", "fused", "capturable"}
+"""Flags that ours do not have; see WRONG."""
 X = torch.linspace(-1.5, 2, 5)
 COVERED: set[str] = set()
 at_every_stage = pytest.mark.parametrize("cut", [0, 1, 2, 5])  # steps: none, warm-up, at the switch, compressed
@@ -316,6 +320,37 @@ def test_hooks_after_a_load_see_what_was_loaded_and_may_add_to_the_state(make):
 
 
 # The names that the file has had from PyTorch 2.6 to 2.9, without the prefix "test_".
+
+
+OWN_INPUTS = [i for i in ADAMW.optim_inputs_func(device="cpu") if not FOREIGN & i.kwargs.keys()]
+OWN_ERRORS = [
+    e
+    for e in ADAMW.optim_error_inputs_func("cpu", torch.float32)
+    if not FOREIGN & e.optimizer_error_input.kwargs.keys() and "both Tensors" not in e.error_regex  # ours take both
+]
+
+
+@pytest.mark.parametrize("given", OWN_INPUTS, ids=lambda given: given.desc)
+def test_pytorchs_inputs_for_adamw_go_downhill(make, given):
+    opt, params = start(make, **given.kwargs)
+    losses = run(opt, params, 40)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("wrong", OWN_ERRORS, ids=lambda wrong: wrong.optimizer_error_input.desc)
+def test_pytorchs_wrong_inputs_for_adamw_are_refused(make, wrong):
+    given = wrong.optimizer_error_input
+    params = parameters() if given.params is None else given.params
+    with pytest.raises((TypeError, ValueError, onebit.ConfigError)):
+        make(params, **given.kwargs)
+
+
+def test_pytorchs_lists_are_not_empty():
+    assert len(OWN_INPUTS) >= 3
+    assert len(OWN_ERRORS) >= 6
+
+
 CHECKS = """
 adamw_serialization load_state_dict_post_hook optimizer_can_be_printed state_dict_deterministic state_dict_pre_post_hook
 can_load_from_to_named_state_dict deepcopy_copies_all_public_attrs foreach_large_tensor fused_does_not_step_if_foundinf
