@@ -13,7 +13,7 @@ from onebit.comm import Comm
 from onebit.exchange import BucketMean, Exchange, Source, write_error
 from onebit.layout import FlatLayout
 from onebit.quantised import Bits, QuantisedCodec
-from onebit.sharding import local
+from onebit.sharding import is_sharded, local
 
 FullTransport = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "bf16", "int8", "int4"]
@@ -53,14 +53,14 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
     check_in("transport", transport, get_args(FullTransport))
     params = list(params)
     wide = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
-    for p in params:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    held = [local(p.grad) for p in params if p.grad is not None]
-    flat = torch.cat([g.reshape(-1).to(wide) for g in held])
+    held = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    flat = torch.cat([local(g).reshape(-1).to(wide) for g in held])
     mean_over_workers(flat, comm, "fp32" if transport == "fp32" else "bf16")
-    for g, part in zip(held, torch.split(flat, [g.numel() for g in held]), strict=True):
-        g.copy_(part.view(g.shape))
+    for p, g, part in zip(params, held, torch.split(flat, [local(g).numel() for g in held]), strict=True):
+        mean = part.view(local(g).shape).to(p.dtype)
+        if is_sharded(g):
+            local(g).copy_(mean)
+        p.grad = g if is_sharded(g) else mean
 
 
 class QuantisedMean:
@@ -97,12 +97,3 @@ class QuantisedMean:
             left = self.exchange.worker_error[bucket.slice] * factor[bucket.slice]
             write_error(to.errors[bucket.index], left, None, codec.alive)
             torch.mul(self.exchange.server_error[here], mine, out=to.server_error[here])
-
-    def state(self) -> dict[str, Any]:
-        """This worker's errors."""
-        return {"worker_error": self.exchange.worker_error, "server_error": self.exchange.server_error}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` gave."""
-        self.exchange.worker_error.copy_(state["worker_error"])
-        self.exchange.server_error.copy_(state["server_error"])

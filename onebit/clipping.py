@@ -25,7 +25,7 @@ class NormEstimate:
     def __init__(self) -> None:
         self._share = self._weight = 0.0  # moving average, and what that of a constant 1 would be
         self.wanted = False
-        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # of this step: own and of the mean, by bucket
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of this step: own and of the mean
         self._clipped: tuple[Tensor, Tensor] | None = None  # of this step: own before clipping, and the factor
 
     @property
@@ -43,7 +43,7 @@ class NormEstimate:
             self._share = DECAY * self._share + (1 - DECAY) * of_mean / own
             self._weight = DECAY * self._weight + (1 - DECAY)
 
-    def add_part(self, number: int, own: Tensor, of_mean: Tensor) -> None:
+    def add_part(self, number: tuple[int, int], own: Tensor, of_mean: Tensor) -> None:
         """What a part of this step's gradients had as squared norm before and after averaging, in whatever unit.
 
         Parts may come in any order and from any thread.
@@ -57,6 +57,10 @@ class NormEstimate:
             return None
         own, of_mean = zip(*(parts[number] for number in sorted(parts)), strict=True)
         return torch.stack(own).sum(), torch.stack(of_mean).sum()
+
+    def forget(self) -> None:
+        """Everything of this step."""
+        self._parts, self._clipped = {}, None
 
     def clipped(self, own: Tensor, factor: Tensor) -> None:
         """Own gradients, whose mean will be known in this step, were clipped by a factor."""

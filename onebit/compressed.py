@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from onebit.exchange import OneBitExchange
 from onebit.flat import Stage
 from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, Run
+from onebit.resize import Extra, Resize
+from onebit.saved import by_layer
 from onebit.stages import TwoStages
 
 log = logging.getLogger("onebit")
@@ -87,8 +89,6 @@ class OneBitOptimizer(TwoStages):
     def _extra_state(self) -> dict[str, Any]:
         extra = super()._extra_state()
         if self._exchange is not None:
-            extra["worker_error"] = [e if isinstance(e, Tensor) else (e.data, e.scales) for e in self._exchange.errors]
-            extra["server_error"] = self._exchange.server_error
             extra["alive"] = self._exchange.alive
             extra["wake_wanted"] = self._exchange.wake_wanted
             if "momentum" not in self._flat:
@@ -106,16 +106,24 @@ class OneBitOptimizer(TwoStages):
         if "momentum" in extra:
             here = [[None if t is None else t.to(self._device) for t in pair] for pair in extra["momentum"]]
             self._keep([Momentum(messages.clone(), mask) for messages, mask in here if messages is not None])
-        if extra["rank"] == self.comm.rank:
-            for mine, saved in zip(exchange.errors, extra["worker_error"], strict=True):
-                if isinstance(mine, Tensor):
-                    mine.copy_(saved)
-                else:
-                    mine.data.copy_(saved[0])
-                    mine.scales.copy_(saved[1])
-            exchange.server_error.copy_(extra["server_error"])
-        else:
-            self._warn_foreign_errors(extra["rank"])
+        self._load_errors(exchange, extra, "errors")
+
+    def _resized_extra(self, saved: dict[str, Any], resize: Resize, extras: Iterable[Extra]) -> Extra:
+        extra = super()._resized_extra(saved, resize, extras)
+        packed = extra.pop("momentum", None)
+        if packed is None:
+            return extra
+        scales = [state["momentum_scale"] for state in by_layer(saved) if "momentum_scale" in state]
+        scale = torch.stack(scales).to(self._device) if scales else None
+        parts = []
+        for bucket, pair in zip(resize.old.buckets, packed, strict=True):
+            codec = self._old_codec(bucket, self._compression.codec)
+            messages, mask = (None if part is None else part.to(self._device) for part in pair)
+            assert messages is not None
+            parts.append(decoded(codec, Momentum(messages, mask), None if scale is None else scale[bucket.layer_slice]))
+        for state, view in zip(by_layer(saved), resize.old.views(torch.cat(parts)), strict=True):
+            state["momentum"] = view
+        return extra
 
     # -- the switch, and back --------------------------------------------------------------------------------------
 
@@ -210,10 +218,11 @@ class OneBitOptimizer(TwoStages):
     def _end_warmup(self) -> None:
         """What a subclass does with its own state at the switch, before that of the compressed stage is added."""
 
-    def _allocate(self) -> None:
+    def _weigh(self) -> None:
+        super()._weigh()
         if self._compact and self._dtype is not torch.float32:
+            self._stepped = None  # it is asked again at the next step
             raise ConfigError(f"state is 'compact' and the parameters are {self._dtype}; it needs torch.float32")
-        super()._allocate()
 
     @property
     def _compact(self) -> bool:

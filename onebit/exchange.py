@@ -22,7 +22,7 @@ With `feedback=False` nothing is carried over and the sum above does not hold: i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -101,6 +101,33 @@ class Exchange(Generic[C]):
             total[bucket.slice] += self.comm.all_gather(mine).wait().flatten().view(total.dtype)
         return total
 
+    def fold(self) -> None:
+        """Put what was not sent yet on every worker alike. A collective.
+
+        Compact errors are rounded to 8 bits here, as in each of their steps.
+        """
+        total = self.total_error()
+        for bucket, error, codec in zip(self.layout.buckets, self.errors, self.codecs, strict=True):
+            write_error(error, total[bucket.slice], None, codec.alive)
+        self.server_error.zero_()
+
+    def state(self) -> dict[str, Any]:
+        """This worker's errors: worker_error, [layout.numel] or the parts of each bucket's `Int8`; server_error."""
+        kept = [(error.data, error.scales) for error in self.errors if isinstance(error, Int8)]
+        error = kept if self._flat_error is None else self._flat_error
+        return {"worker_error": error, "server_error": self.server_error}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back what `state` gave."""
+        if self._flat_error is not None:
+            self._flat_error.copy_(state["worker_error"])
+        else:
+            for mine, (data, scales) in zip(self.errors, state["worker_error"], strict=True):
+                assert isinstance(mine, Int8)
+                mine.data.copy_(data)
+                mine.scales.copy_(scales)
+        self.server_error.copy_(state["server_error"])
+
     def set_alive(self, alive: Tensor | None) -> None:
         """Replace the mask of live elements, bool [layout.numel]; all-True is the same as None."""
         self.some_dead = alive is not None and not bool(alive.all())
@@ -125,7 +152,7 @@ class Exchange(Generic[C]):
 
     def server_slice(self, bucket: Bucket) -> slice:
         """Where the chunk of `bucket` that this worker serves lies in `server_error`."""
-        return slice(bucket.start // bucket.workers, bucket.stop // bucket.workers)
+        return bucket.served_slice
 
     def note_headers(self, headers: list[Tensor]) -> None:
         """Remember whether any worker asked for its dead elements to wake. Only asked for where some are dead."""

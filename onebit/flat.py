@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor
 
 from onebit.averaging import BITS, QuantisedMean, Transport
 from onebit.backend import Backend, TorchBackend
-from onebit.checks import check_group, check_in, check_structure, check_whole, fingerprints, layer_names
+from onebit.checks import check_group, check_in, check_whole, fingerprints, layer_names
 from onebit.comm import Comm, check_same, default_comm
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
+from onebit.exchange import OneBitExchange
 from onebit.kernels import choose
-from onebit.layout import FlatLayout
-from onebit.sharding import Shards, even_sizes, find_shards, local, places
+from onebit.layout import Combine, FlatLayout
+from onebit.sharding import Shards, even_sizes, find_shards, local
 from onebit.version import __version__
 from onebit.weights import Weights
 
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("onebit")
 
 DEFAULT_BUCKET_ELEMENTS = 2**24
-
-REBUILT = {
-    *("state", "step", "_layout", "_backend", "_stepped", "_x", "_flat", "_layerwise", "_averaged", "_quantised"),
-    *("_exchange", "_momentum", "_own", "_smoothed", "_ones", "_roots", "_coming", "_mask", "_asleep", "_pending"),
-    *("_means", "_shards", "_asleep_here"),
-}
-"""Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
 
 
 class Stage(enum.Enum):
@@ -59,6 +52,7 @@ class FlatState(torch.optim.Optimizer):
     _shards: Shards | None = None
     _averaged: Tensor | None = None
     _quantised: QuantisedMean | None = None  # through the warm-up, where gradients are sent as integers
+    _exchange: OneBitExchange | None = None  # where compressed values are exchanged
     _pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
     _compared = False  # whether the workers were found to agree, since the start or the last load
     _steps = 0
@@ -118,107 +112,6 @@ class FlatState(torch.optim.Optimizer):
                 "give an eps above 0"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the settings, and the state as a state dict. Hooks are left out, as torch does."""
-        kept = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in REBUILT and not key.startswith("_optimizer_")
-        }
-        return {**kept, "saved": None if self._layout is None else self.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "saved" not in state:  # torch calls this to put in groups that it has loaded
-            super().__setstate__(state)
-            return
-        saved = state.pop("saved")
-        super().__setstate__({**state, "state": defaultdict(dict)})
-        self._flat, self._layerwise, self._compared = {}, {}, False
-        if saved is not None:
-            self.load_state_dict(saved)
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict, with an entry "onebit" that holds what belongs to no single parameter.
-
-        In the compressed stage the errors in it are this worker's own: save one on every worker. Masks that the user
-        gave are not in it.
-        """
-        self._settle()
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
-            saved: dict[str, Any] = super().state_dict()
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks  # they are called when all is there
-        saved["param_groups"] = [
-            {key: value for key, value in group.items() if key != "exp_avg_mask"} for group in saved["param_groups"]
-        ]
-        saved["onebit"] = self._extra_state()
-        for hook in hooks.values():
-            changed = hook(self, saved)
-            saved = saved if changed is None else changed
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state dict that this worker's optimizer saved, with the same number of workers.
-
-        Raises:
-            ConfigError: it was saved by another optimizer, with other settings that decide which state there is, by
-                another number of workers, or for other parameters. Nothing has been changed then.
-        """
-        kept: dict[str, Any] = {}
-
-        def take_out_state(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            extra = given.get("onebit")  # after the user's own hooks
-            if extra is None:
-                raise ConfigError(f"the state dict is another library's; {type(self).__name__} loads only its own")
-            check_structure(extra["structure"], self._saved_structure())
-            for group in given["param_groups"]:
-                check_group({**group, "params": []})
-            kept.update(given)
-            return {"state": {}, "param_groups": given["param_groups"]}  # torch would cast state to 16 bits
-
-        masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        hooks, last = self._optimizer_load_state_dict_post_hooks, self.register_load_state_dict_pre_hook(take_out_state)
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()  # they are called when all is there
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            self._optimizer_load_state_dict_post_hooks = hooks
-            last.remove()
-        for group, mask in zip(self.param_groups, masks, strict=True):
-            if mask is not None:
-                group["exp_avg_mask"] = mask
-        numbers = [number for group in kept["param_groups"] for number in group["params"]]
-        self._restore([kept["state"].get(number, {}) for number in numbers], kept["onebit"])
-        for hook in hooks.values():
-            hook(self)
-
-    @torch.no_grad()
-    def _restore(self, by_layer: list[dict[str, Any]], extra: dict[str, Any]) -> None:
-        """Lay out the state and fill it, given the saved state of each layer and of the whole."""
-        self._compared, self._pending = False, None
-        self.state.clear()
-        self._flat.clear()
-        self._layerwise.clear()
-        self._layout = self._stepped = None
-        if any(by_layer):  # else it was saved before the first step
-            self._allocate()
-        self._load_extra_state(extra)
-        for p, values in zip(self._params(), by_layer, strict=True):
-            for name, value in values.items():
-                self.state[p][name].copy_(value)
-        if self._stepped is not None:
-            self._stepped.push()
-
-    def _extra_state(self) -> dict[str, Any]:
-        return {
-            "structure": self._saved_structure(),
-            "rank": self.comm.rank,
-        }
-
-    def _load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Take over what belongs to no single parameter."""
-
     def _settle(self) -> None:
         """Take note of what the device has found out about the last step."""
 
@@ -249,10 +142,6 @@ class FlatState(torch.optim.Optimizer):
         named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
         named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
         return named + [(f"shape of parameter {i}", str(tuple(p.shape))) for i, p in enumerate(self._params())]
-
-    def _saved_structure(self) -> list[tuple[str, str]]:
-        """The same, and of sharded parameters which shards this process holds: its state fits no others."""
-        return [*self._structure(), ("shards", places(self._params()))]
 
     def _prepare(self) -> None:
         """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""
@@ -292,16 +181,18 @@ class FlatState(torch.optim.Optimizer):
         if self._stepped is None:
             self._weigh()
         assert self._stepped is not None
-        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
-        sizes = even_sizes(self._params())  # buckets are cut alike by all that hold shards
-        shape = ([x.shape for x in self._x], self.comm.size, groups, self._bucket_elements, sizes)
-        self._layout = FlatLayout(*shape, None if self._shards is None else self._shards.sum)
-        self._backend = self._build_backend(FlatLayout(*shape))  # it knows of this process alone
+        self._layout = self._layout_for(self.comm.size, None if self._shards is None else self._shards.sum)
+        self._backend = self._build_backend(self._layout_for(self.comm.size))  # it knows of this process alone
         for name in ("momentum", "variance"):
             self._add_flat(name)
         params = self._params()
         for index, master in self._stepped.masters.items():
             self.state[params[index]]["master"] = master
+
+    def _layout_for(self, workers: int, combine: Combine | None = None) -> FlatLayout:
+        groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
+        sizes = even_sizes(self._params())  # buckets are cut alike by all that hold shards
+        return FlatLayout([x.shape for x in self._x], workers, groups, self._bucket_elements, sizes, combine)
 
     def _build_backend(self, layout: FlatLayout) -> Backend:
         if self._kernels == "native":

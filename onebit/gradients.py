@@ -13,10 +13,12 @@ from onebit.averaging import BITS, QuantisedMean, average_gradients, mean_over_w
 from onebit.backend import Gradient, flat_gradient
 from onebit.checks import checksum
 from onebit.clipping import NormEstimate, scale_gradients, sum_of_squares
+from onebit.deferred import send
 from onebit.errors import ConfigError
 from onebit.exchange import LateSource, TensorSource
-from onebit.flat import FlatState, Stage
+from onebit.flat import Stage
 from onebit.layout import Bucket
+from onebit.saved import SavedState
 from onebit.sharding import lay_as_parameters, local
 from onebit.weights import HALF
 
@@ -26,14 +28,15 @@ Means = dict[int, tuple[Tensor | None, int] | None]
 """By id of the parameter, gradients that are means over the workers, with their version; None: DDP puts them there."""
 
 
-class StepGradients(FlatState):
+class StepGradients(SavedState):
     """The gradients of a step, and `clip_grad_norm_`. A parameter with requires_grad=False counts as without one."""
 
     needs_own_gradients = False
     """Whether its warm-up needs each worker's own gradients beside their mean, so that nobody else may average them."""
     _scaled = False  # whether a GradScaler calls `step`: the workers' scales may differ then
-    _attached = False  # whether a DDP model leaves the averaging to us, and helps in the warm-up
+    _attached = 0  # DDP models that leave the averaging to us, and help in the warm-up
     _rewarmed = False  # whether there was a way back from the compressed stage
+    _agree = False  # whether means were put in place to clip them, since when a worker may have changed its own
     _said_unknown = False
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -52,7 +55,8 @@ class StepGradients(FlatState):
 
     def _forget_means(self) -> None:
         self._means.clear()
-        self._estimate.take_parts()
+        self._agree = False
+        self._estimate.forget()
 
     def _make_ready(self) -> None:
         """Before gradients are used: compare the workers where that is due, note what the device found out."""
@@ -77,7 +81,6 @@ class StepGradients(FlatState):
     def _unscale(self) -> None:
         """Undo what a `torch.amp.GradScaler` multiplied the loss with, unless it has done so itself."""
         scale = getattr(self, "grad_scale", None)
-        self._scaled |= getattr(self, "found_inf", None) is not None
         assert self._stepped is not None
         self._stepped.unscale = None if scale is None else 1 / scale
         if scale is not None:
@@ -109,6 +112,14 @@ class StepGradients(FlatState):
         now = _version(p)
         return noted is None or (noted[0] is now[0] and noted[1] == now[1])
 
+    def _without_mean(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Those whose gradients are not means, or no longer so on some worker that touched them since clipping."""
+        lacking = torch.tensor([not self._has_mean(p) for p in params], dtype=torch.float32)
+        if self._agree and self.comm.size > 1:  # else DDP put them there a moment ago, or nobody did
+            lacking = send(lacking, self._device)
+            self.comm.all_reduce(lacking)
+        return [p for p, some in zip(params, lacking.tolist(), strict=True) if some]
+
     def _averaged_gradients(self, overwritten: bool = False) -> Gradient:
         """The mean of the workers' gradients; a missing gradient counts as zero.
 
@@ -116,7 +127,7 @@ class StepGradients(FlatState):
         """
         assert self._layout is not None
         moving = [p for p in self._params() if p.requires_grad]
-        rest = [p for p in moving if not self._has_mean(p)]
+        rest = self._without_mean(moving)
         if len(rest) < len(moving):
             if rest:
                 average_gradients(rest, self.comm, "fp32" if self._transport in BITS else self._transport)
@@ -244,7 +255,8 @@ class StepGradients(FlatState):
                     p.grad = torch.zeros_like(p)
                 if p.grad is not None:
                     local(p.grad).copy_(mean)
-        self.note_means(self._params())
+        self.note_means(p for p in self._params() if p.requires_grad)
+        self._agree = True
 
     def _shared(self, *squares: Tensor) -> list[Tensor]:
         """The means of numbers over the workers, in one message; float64 [] each."""

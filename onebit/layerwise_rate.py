@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from onebit import lamb
@@ -46,6 +47,20 @@ class LayerwiseRate(FlatOptimizer):
     def stats(self) -> dict[str, Any]:
         """As of every optimizer here, and coefficients, {layer name: last coefficient}."""
         return {**super().stats(), "coefficients": self._by_layer("coeff")}
+
+
+class AdamRate(FlatOptimizer):
+    """The warm-up step of Adam: the learning rate, but 0 for layers that never had a gradient: AdamW skips them."""
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self._add_layerwise("touched", 0.0)
+
+    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
+        touched = self._layerwise["touched"][layers]
+        now = torch.where(norms.direction > 0, 1.0, touched)
+        touched.copy_(chosen(keep, now, touched))
+        return torch.where(now > 0, rates, 0.0)
 
 
 class Lamb(LayerwiseRate):

@@ -75,6 +75,11 @@ class Bucket:
     def slice(self) -> builtins.slice:
         return slice(self.start, self.stop)
 
+    @property
+    def served_slice(self) -> builtins.slice:
+        """Where the chunk that a worker serves lies in what it serves of all buckets."""
+        return slice(self.start // self.workers, self.stop // self.workers)
+
     def pieces(self, chunk: int) -> list[tuple[int, int]]:
         """The parts of layers in a chunk as (start, stop) in the chunk, in order, none empty."""
         first, last = self.start + chunk * self.chunk, self.start + (chunk + 1) * self.chunk

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from onebit import lamb
 from onebit.averaging import Transport
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
+from onebit.layerwise_rate import AdamRate
 from onebit.local_variance import LocalSettings, LocalVariance, Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LocalVarianceAdam(LocalVariance):
+class LocalVarianceAdam(AdamRate, LocalVariance):
     """Adam whose workers exchange one bit per parameter, with a variance that does not grow old.
 
     As `LocalVarianceLamb`, without its trust ratio: x -= lr (m / (sqrt(v) + eps) + weight_decay x), as AdamW. Adam's
@@ -59,10 +57,7 @@ class LocalVarianceAdam(LocalVariance):
         how = LocalSettings(
             warmup_steps, total_steps, warmup_transport, codec, schedule, variance_floor, bias_correction
         )
-        super().__init__(params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
-
-    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
-        return torch.where(norms.direction > 0, rates, 0.0)  # AdamW leaves layers without a gradient alone, too
+        LocalVariance.__init__(self, params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
         hyper = super()._hyper(group)

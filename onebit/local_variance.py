@@ -15,7 +15,7 @@ bits, nothing but those few means costs more than a bit. Ours; where the numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from onebit.flat import Stage
 from onebit.layout import Bucket, Run
 from onebit.logarithms import mean_variance
 from onebit.optim import FlatOptimizer, log
+from onebit.resize import Extra, Resize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,7 +110,6 @@ class LocalVariance(FlatOptimizer):
     takes_masks = False
     needs_own_gradients = True
 
-    _exchange: OneBitExchange | None = None
     _awake: Tensor | None = None  # which layers have elements that take part, bool [layers]; None: all
     _smooth = False
     """Whether v_i is of gradients averaged over about n steps, whose squares are as large as those of the mean."""
@@ -372,7 +372,7 @@ class LocalVariance(FlatOptimizer):
             extra |= {"own": self._own, "smoothed": self._smoothed}
         if self._exchange is None:
             return extra
-        extra |= {name: getattr(self._exchange, name) for name in ("alive", "worker_error", "server_error")}
+        extra["alive"] = self._exchange.alive
         extra["momentum"] = [m if isinstance(m, Tensor) else (m.messages, m.mask) for m in self._momentum]
         return extra
 
@@ -387,13 +387,23 @@ class LocalVariance(FlatOptimizer):
             exchange = self._allocate_compressed()
             self._set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
             self._momentum = [self._loaded(m) for m in extra["momentum"]]
-            if extra["rank"] == self.comm.rank:
-                pairs += [(getattr(exchange, name), extra[name]) for name in ("worker_error", "server_error")]
-            else:
-                self._warn_foreign_errors(extra["rank"])
+            self._load_errors(exchange, extra, "errors")
         for mine, saved in pairs:
             if mine is not None:
                 mine.copy_(saved)
+
+    def _own_values(self) -> list[Tensor]:
+        return [] if self._layout is None else [v for v in (self._own, self._smoothed) if v is not None]
+
+    def _resized_extra(self, saved: dict[str, Any], resize: Resize, extras: Iterable[Extra]) -> Extra:
+        extra = super()._resized_extra(saved, resize, extras)
+        if "momentum" not in extra:
+            return extra
+        codecs = [self._old_codec(bucket, self._how.codec) for bucket in resize.old.buckets]
+        held = [decoded(c, self._loaded(m), None) for c, m in zip(codecs, extra["momentum"], strict=True)]
+        flat = resize.flat(torch.cat(held))
+        extra["momentum"] = [flat[bucket.slice] for bucket in resize.new.buckets]
+        return extra
 
     def _loaded(self, saved: Tensor | tuple[Tensor, Tensor | None]) -> Momentum | Tensor:
         if isinstance(saved, Tensor):

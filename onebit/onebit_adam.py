@@ -17,13 +17,14 @@ from onebit.compressed import Measure, OneBitOptimizer
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.freeze import FreezeStep
 from onebit.guard import SwitchGuard
+from onebit.layerwise_rate import AdamRate
 from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class OneBitAdam(OneBitOptimizer):
+class OneBitAdam(AdamRate, OneBitOptimizer):
     """1-bit Adam (arXiv 2102.02888, Algorithm 1): Adam whose workers exchange one bit per parameter.
 
     For `freeze_step` updates it is AdamW on averaged gradients (warm-up stage): x -= lr (m / (sqrt(v) + eps) +
@@ -94,9 +95,6 @@ class OneBitAdam(OneBitOptimizer):
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         super()._load_extra_state(extra)
         self._frozen_at, self._compressed_updates = extra["frozen_at"], extra["compressed_updates"]
-
-    def _step_sizes(self, layers: slice, norms: lamb.Norms, rates: Tensor, keep: Tensor | None) -> Tensor:
-        return torch.where(norms.direction > 0, rates, 0.0)  # AdamW leaves layers without a gradient alone, too
 
     def _compressed_step_sizes(self, step: BucketStep, measured: Measure, rates: Tensor) -> Tensor:
         return torch.where(self._asleep[step.codec.bucket.layer_slice], 0.0, rates)

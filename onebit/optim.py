@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
+from onebit.averaging import mean_over_workers
 from onebit.backend import Hypers
 from onebit.deferred import Deferred, send
 from onebit.errors import ConfigError, MismatchError
+from onebit.exchange import Exchange
 from onebit.gradients import StepGradients
 
 log = logging.getLogger("onebit")
@@ -41,6 +43,8 @@ class FlatOptimizer(StepGradients):
     """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
     _step_supports_amp_scaling = True  # GradScaler then calls `step` on all workers, whoever had an overflow
     _skipped_steps = 0
+    _apart: tuple[Deferred, Tensor] | None = None  # at the last comparison: which workers' rates differ; all rates
+    _folded = False  # whether all workers hold the same errors since `fold_errors`
 
     def _extra_state(self) -> dict[str, Any]:
         return {
@@ -51,7 +55,9 @@ class FlatOptimizer(StepGradients):
             "rewarmed": self._rewarmed,
             "scaled": self._scaled,
             "clipping": self._estimate.state(),
-            "quantised": None if self._quantised is None else self._quantised.state(),
+            "quantised": None if self._quantised is None else self._quantised.exchange.state(),
+            "errors": None if self._exchange is None else self._exchange.state(),
+            "folded": self._folded or self.comm.size == 1,
         }
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -60,18 +66,44 @@ class FlatOptimizer(StepGradients):
         self._estimate.load(extra["clipping"])
         self._quantised = None if extra["quantised"] is None else self._start_quantised()
         if self._quantised is not None:
-            if extra["rank"] == self.comm.rank:
-                self._quantised.load(extra["quantised"])
-            else:
-                self._warn_foreign_errors(extra["rank"])
+            self._load_errors(self._quantised.exchange, extra, "quantised")
 
-    def _warn_foreign_errors(self, rank: int) -> None:
+    def _load_errors(self, exchange: Exchange[Any], extra: dict[str, Any], kind: str) -> None:
+        """This worker's errors, where they are in what was saved."""
+        if extra["rank"] == self.comm.rank or extra["folded"]:
+            exchange.load(extra[kind])
+            return
         log.warning(
             "worker %d loaded the state that worker %d saved: the errors in it belong to another worker and were "
-            "set to zero; save and load on every worker to keep them",
+            "set to zero; save and load on every worker to keep them, or call fold_errors() before one saves for all",
             self.comm.rank,
-            rank,
+            extra["rank"],
         )
+
+    @torch.no_grad()
+    def fold_errors(self) -> None:
+        """Put what was not sent yet, and what else is each worker's own, on all workers alike. A collective.
+
+        Call it on all workers before one of them saves the state for all; until the next step that state is complete,
+        and any number of workers can load it. Training goes on from the same mean of errors, on other bits than
+        without it.
+
+        Raises:
+            ConfigError: the workers' parameters differ at the moment (`in_sync`).
+        """
+        self._make_ready()
+        if not self.in_sync:
+            raise ConfigError("fold_errors was called after a local step, when each worker has its own parameters")
+        for exchange in (self._exchange, None if self._quantised is None else self._quantised.exchange):
+            if exchange is not None:
+                exchange.fold()
+        for own in self._own_values():
+            mean_over_workers(own, self.comm, "fp32")
+        self._folded = True
+
+    def _own_values(self) -> list[Tensor]:
+        """What besides errors is each worker's own and counts by its mean, [layout.numel] each; to be written to."""
+        return []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -80,13 +112,18 @@ class FlatOptimizer(StepGradients):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        first = self._layout is None
         self._make_ready()
         assert self._stepped is not None
-        before = self.comm.payload_bytes
+        if first and self._is_rehearsal():
+            self._forget_means()
+            return loss
+        before, self._folded = self.comm.payload_bytes, False
+        self._scaled |= getattr(self, "found_inf", None) is not None
+        if self._scaled and self.comm.size > 1 and self._meets:
+            self._compare_rates()
         self._unscale()
         try:
-            if self._scaled and self._skipped_steps:
-                self._compare_rates()
             self._stepped.pull()
             self._x = self._stepped.tensors()
             self._step()
@@ -97,24 +134,50 @@ class FlatOptimizer(StepGradients):
         self.payload_bytes += self.comm.payload_bytes - before
         return loss
 
+    def _is_rehearsal(self) -> bool:
+        """Whether the first step is one that torch.distributed.checkpoint takes to see what state there will be.
+
+        All rates and all gradients of all workers are zero then. Such a step lays out the state and does not count.
+        """
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        moved = bytes([any(g is not None and bool(g.any()) for g in self._gradients())])
+        comms = [self.comm] if self._shards is None else [self._shards.comm, self.comm]
+        for comm in comms:
+            moved = max(comm.all_gather_bytes(moved))
+        return moved == b"\0"
+
     def _compare_rates(self) -> None:
         """After an overflow a GradScaler's scale may be the worker's own, and so may be what a schedule makes of it.
 
-        The host waits for the device here.
+        On an accelerator the host reads what came of it at the next comparison, and does not wait.
 
         Raises:
             MismatchError: on all workers, before anything is changed.
         """
-        mine = torch.tensor([float(group["lr"]) for group in self.param_groups], dtype=torch.float64)
-        rates = self.comm.all_gather(mine.view(torch.uint8).to(self._device)).wait().cpu().view(torch.float64)
-        differing = (rates != rates[0]).nonzero().tolist()
-        if differing:
-            worker, group = differing[0]
+        mine = send(torch.tensor(self._rates_so_far(), dtype=torch.float64), self._device)
+        rates = self.comm.all_gather(mine.view(torch.uint8)).wait().view(torch.float64)
+        last, self._apart = self._apart, (Deferred((rates != rates[0]).any(1)), rates)
+        due = self._apart if self._device.type == "cpu" else last
+        apart = [] if due is None else due[0].read()
+        if due is not None and any(apart):
+            worker, rates = apart.index(True), due[1]
+            for name in ("grad_scale", "found_inf"):  # the scaler multiplies with what it finds at a second try
+                self.__dict__.pop(name, None)
             raise MismatchError(
-                f"lr of group {group} is {float(rates[0, group])} on worker 0 and {float(rates[worker, group])} on "
+                f"learning rates differ between workers: {rates[0].tolist()} on worker 0, {rates[worker].tolist()} on "
                 f"worker {worker}. After an overflow on one worker the scale of its GradScaler is its own: decide on "
                 'scheduler.step() by optimizer.stats()["skipped_steps"], which is the same on all workers'
             )
+
+    @property
+    def _meets(self) -> bool:
+        """Whether the coming step exchanges something."""
+        return True
+
+    def _rates_so_far(self) -> list[float]:
+        """What must be the same on all workers when they exchange something."""
+        return [float(group["lr"]) for group in self.param_groups]
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("stage", self.stage.value)]

@@ -51,14 +51,13 @@ def even_sizes(params: Sequence[Tensor]) -> list[int]:
     return [-(-p.numel() // _parts(p)) if is_sharded(p) else p.numel() for p in params]
 
 
-def places(params: Sequence[Tensor]) -> str:
-    """Which shards these are, in words; the same for all parameters that are cut alike."""
-    found = {
-        f"{p.device_mesh.get_coordinate()} of {tuple(p.device_mesh.shape)}, {p.placements}"  # type: ignore[attr-defined]
-        for p in params
+def places(params: Sequence[Tensor]) -> list[tuple[int, str]]:
+    """The number of each DTensor and which shard of it this is, in words."""
+    return [
+        (i, f"{p.device_mesh.get_coordinate()} of {tuple(p.device_mesh.shape)}, {p.placements}")  # type: ignore[attr-defined]
+        for i, p in enumerate(params)
         if is_sharded(p)
-    }
-    return "; ".join(sorted(found)) or "none"
+    ]
 
 
 class Shards:

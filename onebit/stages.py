@@ -72,7 +72,6 @@ class TwoStages(FlatOptimizer):
 
     compresses = True
     _compression: Compression
-    _exchange: OneBitExchange | None = None
     _freeze_at: int | None = None  # the update that ends this warm-up stage, where it is known
     _settling: Settling | None = None  # else the rule at work, from the first step on
     _watch: Watch | None = None

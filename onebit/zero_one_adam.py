@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +15,12 @@ from onebit.checks import check_floor, check_in, check_kind, check_whole, finger
 from onebit.codec import OneBit
 from onebit.comm import Comm, check_same
 from onebit.deferred import send
+from onebit.errors import ConfigError
 from onebit.exchange import ROOM, OneBitExchange
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS, Stage
 from onebit.layout import FlatLayout, Run
-from onebit.optim import FlatOptimizer, log
+from onebit.optim import FlatOptimizer
+from onebit.resize import Extra, Resize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,7 +95,6 @@ class ZeroOneAdam(FlatOptimizer):
     compresses = True
     takes_masks = False
     needs_own_gradients = True
-    _exchange: OneBitExchange | None = None
     _local_steps = 0  # since the last exchange
 
     def __init__(
@@ -149,7 +150,7 @@ class ZeroOneAdam(FlatOptimizer):
         extra = {**super()._extra_state(), "local_steps": self._local_steps}
         if self._exchange is not None:
             extra |= {"lr_sums": list(self._lr_sums), "left_out": int(self._left_out), "alive": self._exchange.alive}
-            extra |= {name: getattr(self._exchange, name) for name in ("wake_wanted", *ERRORS)}
+            extra["wake_wanted"] = self._exchange.wake_wanted
         return extra
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -162,11 +163,24 @@ class ZeroOneAdam(FlatOptimizer):
         self._lr_sums, self._exchange.wake_wanted = list(extra["lr_sums"]), extra["wake_wanted"]
         self._left_out.fill_(extra["left_out"])
         self._exchange.set_alive(None if extra["alive"] is None else extra["alive"].to(self._device))
-        if extra["rank"] != self.comm.rank:
-            log.warning("loaded the state of worker %d, without its errors; save and load on each", extra["rank"])
-        else:
-            for name in ERRORS:
-                getattr(self._exchange, name).copy_(extra[name])
+        self._load_errors(self._exchange, extra, "errors")
+
+    def _resized_extra(self, saved: dict[str, Any], resize: Resize, extras: Iterable[Extra]) -> Extra:
+        extra = super()._resized_extra(saved, resize, extras)
+        if extra["local_steps"]:
+            raise ConfigError(
+                f"the state was saved {extra['local_steps']} local steps after the last exchange, when each worker has "
+                "its own parameters; another number of workers can only load what was saved after a sync step (in_sync)"
+            )
+        return extra
+
+    @property
+    def _meets(self) -> bool:
+        number = self._steps + 1
+        return self._schedule.is_variance_step(number) or self._schedule.is_sync_step(number)
+
+    def _rates_so_far(self) -> list[float]:
+        return [*super()._rates_so_far(), *self._lr_sums]
 
     def _prepare(self) -> None:
         if self.in_sync:

@@ -311,7 +311,7 @@ def test_parts_come_in_any_order():
     for order in (range(17), reversed(range(17))):
         estimate = NormEstimate()
         for i in order:
-            estimate.add_part(i, squares[i], squares[i] / 3)
+            estimate.add_part((0, i), squares[i], squares[i] / 3)
         sums.append(estimate.take_parts())
         assert estimate.take_parts() is None
     assert sums[0] == sums[1]
@@ -345,3 +345,37 @@ def test_a_frozen_layer_has_no_part_in_it(name):
         ends.append(mine)
     assert ends[0][0] == ends[1][0]
     assert torch.equal(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("change", ["drop", "touch"])
+def test_a_gradient_that_one_worker_changed_after_clipping_is_averaged_anew_by_all(change):
+    def work(comm: Comm) -> Any:
+        model = copy.deepcopy(MODEL)
+        params = list(model.parameters())
+        optimizer = make("OneBitLamb", params, comm)
+        backward(model, comm.rank, 0)
+        optimizer.clip_grad_norm_(0.3)
+        if comm.rank == 1:
+            params[0].grad = None if change == "drop" else params[0].grad * 3
+        optimizer.step()
+        return flat(params), params[0].grad.clone()
+
+    mine, other = onebit.run_workers(2, work)
+    assert torch.equal(mine[0], other[0])
+    assert torch.equal(mine[1], other[1])
+
+
+def test_what_no_step_followed_is_forgotten():
+    """With a zero_grad after clipping the next step, not clipped, says nothing of what averaging keeps."""
+
+    def work(comm: Comm) -> float:
+        model = copy.deepcopy(MODEL)
+        optimizer = make("LocalVarianceLamb", model.parameters(), comm)
+        backward(model, comm.rank, 0)
+        optimizer.clip_grad_norm_(0.3)
+        optimizer.zero_grad()
+        backward(model, comm.rank, 1)
+        optimizer.step()
+        return optimizer._estimate.known
+
+    assert onebit.run_workers(2, work) == [False, False]

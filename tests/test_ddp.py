@@ -187,7 +187,60 @@ def test_nothing_is_sent_for_a_frozen_backbone(clip):
     mine, other = run_processes(2, frozen, clip)
     assert all(map(torch.equal, mine["params"], other["params"]))
     assert torch.equal(mine["params"][0], build(always=True).first.weight)
-    assert max(mine["sent"][:WARMUP]) <= 16  # what `step` and `clip_grad_norm_` send themselves: two numbers at most
+    assert max(mine["sent"][:WARMUP]) <= 16 + 4 * len(mine["params"])  # numbers that `clip_grad_norm_` and `step` share
+
+
+def two_models(comm: Comm, attached: bool) -> float:
+    """One optimizer for two models; what averaging keeps is that of both."""
+    nets = [build(always=True), build(always=True, seed=1)]
+    params = [p for net in nets for p in net.parameters()]
+    optimizer = onebit.OneBitAdam(params, lr=0.02, freeze_step=99)
+    models = [DistributedDataParallel(net) for net in nets] if attached else nets
+    if attached:
+        for model in models:
+            onebit.attach(model, optimizer)
+    for step in range(4):
+        x, y = batch(comm.rank, step, 0)
+        sum(nn.functional.mse_loss(m(x, step), y * (1 + 9 * i)) for i, m in enumerate(models)).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer._estimate.kept
+
+
+def test_two_models_may_share_an_optimizer():
+    plain, ddp = (run_processes(2, two_models, attached) for attached in (False, True))
+    assert plain[0] == plain[1]
+    assert ddp[0] == ddp[1] == pytest.approx(plain[0], rel=0.1)  # DDP's first step is not counted
+
+
+def thawed(comm: Comm) -> list[torch.Tensor]:
+    """Frozen with a gradient of its own, clipped, unfrozen again before the step."""
+    model = build(always=True)
+    optimizer, wrapped = make("OneBitAdam", model), DistributedDataParallel(model, find_unused_parameters=True)
+    onebit.attach(wrapped, optimizer)
+    kept = []
+    for step in range(STEPS):
+        if step == WARMUP + 2:
+            optimizer.refreeze(3)
+            stale = model.first.weight.grad.clone()
+            model.first.weight.requires_grad_(False)
+        x, y = batch(comm.rank, step, 0)
+        nn.functional.mse_loss(wrapped(x, step), y).backward()
+        if step == WARMUP + 2:
+            model.first.weight.grad = stale
+            optimizer.clip_grad_norm_(0.5)
+            model.first.weight.requires_grad_(True)
+        optimizer.step()
+        if step != WARMUP + 1:
+            optimizer.zero_grad()
+        kept.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+    return kept
+
+
+def test_what_was_unfrozen_after_clipping_is_averaged():
+    mine, other = run_processes(2, thawed)
+    assert all(map(torch.equal, mine, other))
 
 
 class Records(logging.Handler):

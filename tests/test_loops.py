@@ -321,3 +321,17 @@ def test_one_worker_s_loop_can_be_pickled(name):
     for each in (loop, other):
         each.step(WARMUP + 1)
     assert torch.equal(loop.kept[-1], other.kept[-1])
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "LocalVarianceAdam"])
+def test_weight_decay_of_a_layer_that_had_a_gradient_goes_on_as_in_adamw(name):
+    mine, theirs = (nn.Parameter(torch.full((4,), 2.0)) for _ in range(2))
+    adamw = torch.optim.AdamW([theirs], lr=0.01, betas=(0.0, 0.99), weight_decay=0.5)
+    more = {"freeze_step": 99} if name == "OneBitAdam" else {"warmup_steps": 99}
+    ours = getattr(onebit, name)([mine], lr=0.01, betas=(0.0, 0.99), weight_decay=0.5, bias_correction=True, **more)
+    for value in (1.0, 0.0, 0.0):
+        mine.grad, theirs.grad = (torch.full((4,), value) for _ in range(2))
+        ours.step()
+        adamw.step()
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=0)  # one of them takes 4-bit gradients
+    assert float(mine[0].detach()) < 1.98

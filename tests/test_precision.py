@@ -281,10 +281,87 @@ def by_the_scale(comm: Comm) -> tuple[str, int, Tensor]:
 def test_schedules_that_came_apart_are_said_before_the_parameters_do():
     (text, step, mine), (other, last, theirs) = onebit.run_workers(2, by_the_scale)
     assert text == other
-    assert "lr of group 0" in text
+    assert "learning rates differ" in text
     assert "skipped_steps" in text
     assert step == last == INFS[0] + 1
     assert torch.equal(mine, theirs)
+
+
+def test_a_rate_that_is_set_right_goes_on_with_the_same_gradients():
+    def work(comm: Comm) -> Tensor:
+        model = copy.deepcopy(MODEL)
+        optimizer = make("OneBitAdam", model.parameters(), comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            scaler.scale(loss_of(model, comm.rank, step, None)).backward()
+            if wrong and step == 1:
+                optimizer.param_groups[0]["lr"] = 0.02 + 0.01 * comm.rank
+                with pytest.raises(onebit.MismatchError):
+                    scaler.step(optimizer)
+                optimizer.param_groups[0]["lr"] = 0.02
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return flat(model.parameters())
+
+    wrong = True
+    mended = onebit.run_workers(2, work)
+    wrong = False
+    assert torch.equal(mended[0], onebit.run_workers(2, work)[0])
+
+
+def test_two_optimizers_under_one_scaler_are_both_told():
+    """The first has the overflow and lowers the scale; the schedule of the second looks at it."""
+
+    def work(comm: Comm) -> list[str]:
+        models, said = [copy.deepcopy(MODEL), copy.deepcopy(MODEL)], []
+        first, second = (make("OneBitLamb", model.parameters(), comm) for model in models)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        for step in range(4):
+            loss = loss_of(models[0], comm.rank, step, None) * (float("inf") if (step, comm.rank) == (1, 1) else 1)
+            scaler.scale(loss).backward()
+            scaler.scale(loss_of(models[1], comm.rank, step, None)).backward()
+            before = scaler.get_scale()
+            for optimizer in (second, first):
+                try:
+                    scaler.step(optimizer)
+                except onebit.MismatchError as error:
+                    return [*said, str(error)]
+            scaler.update()
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+            if scaler.get_scale() < before:
+                second.param_groups[0]["lr"] *= 0.5
+        return said
+
+    said = onebit.run_workers(2, work)
+    assert said[0] == said[1]
+    assert "learning rates differ" in said[0][0]
+
+
+def test_local_steps_that_overflowed_on_one_worker_do_not_part_the_rates():
+    def work(comm: Comm) -> str:
+        model = copy.deepcopy(MODEL)
+        optimizer = make("ZeroOneAdam", model.parameters(), comm, local_step_clipper=4, local_step_scaler=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        for step in range(20):
+            loss = loss_of(model, comm.rank, step, None)
+            local = not optimizer.in_sync and comm.rank == 1 and step < 12
+            scaler.scale(loss * float("inf") if local else loss).backward()
+            before = scaler.get_scale()
+            try:
+                scaler.step(optimizer)
+            except onebit.MismatchError as error:
+                return str(error)
+            scaler.update()
+            optimizer.zero_grad()
+            if scaler.get_scale() < before:
+                optimizer.param_groups[0]["lr"] *= 0.9
+        return ""
+
+    said = onebit.run_workers(2, work)
+    assert said[0] == said[1]
+    assert "learning rates differ" in said[0]
 
 
 def new_values(params: list[nn.Parameter], step: int) -> dict[str, Tensor]:

@@ -90,8 +90,8 @@ def optimizer_rows(comm, feedback):
         x, g = torch.cat([w.detach() for w in weights]), torch.cat([w.grad for w in weights])
         opt.step()
         if compressed:
-            own = opt.state_dict()["onebit"]
-            errors = torch.cat(own["worker_error"]), own["server_error"].clone()
+            own = opt.state_dict()["onebit"]["errors"]
+            errors = own["worker_error"].clone(), own["server_error"].clone()
             rows.append((x, torch.cat(opt.decoded_momentum()), g, *errors, torch.cat([w.detach() for w in weights])))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 

@@ -54,12 +54,12 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the model's workers are {theirs} and the optimizer's {comm.ranks}; give both the same process_group"
         )
     try:
-        model.register_comm_hook(_Sharing(inner, comm), _hook)
+        model.register_comm_hook(_Sharing(inner, comm, inner._attached), _hook)
     except RuntimeError as error:
         raise ConfigError(
             "this model has a communication hook already; DDP takes one: call attach once, and do not register others"
         ) from error
-    inner._attached = True
+    inner._attached += 1
 
 
 def unwrapped(optimizer: Any) -> FlatOptimizer:
@@ -81,8 +81,9 @@ def unwrapped(optimizer: Any) -> FlatOptimizer:
 class _Sharing:
     """Who shares the work; the state that DDP hands to the hook."""
 
-    def __init__(self, optimizer: FlatOptimizer, comm: Distributed) -> None:
-        self.optimizer, self.comm = optimizer, comm
+    def __init__(self, optimizer: FlatOptimizer, comm: Distributed, number: int) -> None:
+        """number: of this model among those that share the optimizer."""
+        self.optimizer, self.comm, self.number = optimizer, comm, number
 
 
 def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
@@ -98,14 +99,14 @@ def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
     before = comm.payload_bytes
     summed = comm.all_reduce_later(low)
     optimizer.payload_bytes += comm.payload_bytes - before
-    optimizer.note_means(bucket.parameters())
+    optimizer.note_means(p for p in bucket.parameters() if p.requires_grad)
 
     def finish(future: Future[Tensor]) -> Tensor:
         mean = future.value()
         if low is not buffer:
             mean = buffer.copy_(mean)
         if own is not None:
-            optimizer._estimate.add_part(bucket.index(), own, sum_of_squares([mean], mean.device))
+            optimizer._estimate.add_part((state.number, bucket.index()), own, sum_of_squares([mean], mean.device))
         return mean
 
     return summed.then(finish)
