@@ -1,5 +1,6 @@
 """1-bit LAMB and relatives: optimizers whose workers exchange one bit per parameter."""
 
+from onebit.checked import Checked
 from onebit.codec import OneBit
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
 from onebit.flat import Stage
@@ -20,6 +21,7 @@ from onebit.zero_one_adam import ZeroOneAdam
 __all__ = [
     "PAPER",
     "AutoFreeze",
+    "Checked",
     "CommError",
     "ConfigError",
     "Lamb",

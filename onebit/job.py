@@ -17,6 +17,7 @@ from torch import Tensor
 import onebit
 from onebit import mistakes
 from onebit.averaging import average_gradients
+from onebit.checked import Checked, check_replicas
 from onebit.checks import fingerprints, layer_names
 from onebit.comm import Comm, Solo, check_same, ring_all_reduce_bytes
 from onebit.compressed import OneBitOptimizer
@@ -67,6 +68,7 @@ class Job:
     """What one worker holds during a run."""
 
     def __init__(self, recipe: Recipe, comm: Comm, device: torch.device, corpus: Corpus) -> None:
+        comm = Checked(comm) if recipe.train.checksums else comm
         self.recipe, self.comm, self.device, self.corpus = recipe, comm, device, corpus
         self.model = build_model(recipe, corpus.vocab_size, device)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -83,7 +85,7 @@ class Job:
         """All steps and evaluations. `metrics` and `display` are given on worker 0; there too, if wanted, `layers`."""
         train = self.recipe.train
         if not isinstance(self.optimizer, FlatOptimizer):  # these compare the weights themselves
-            self._compare("parameters")
+            self._compare("parameters", check_same)
         if layers:
             layers.write(layers=layer_names(self.optimizer))
         self.model.train()
@@ -93,8 +95,9 @@ class Job:
             if number % train.log_every == 0 or last:
                 self._log(number, metrics, display)
             evaluated, at_switch = number % self.eval_every == 0 or last, self._at_switch(number)
+            if evaluated or (train.check_every and number % train.check_every == 0):
+                self._compare(f"replicas after step {number}", check_replicas)
             if evaluated:
-                self._compare(f"replicas after step {number}")
                 self.eval_loss = self.evaluate()
                 if metrics and display:
                     metrics.write(step=number, eval_loss=self.eval_loss, **self._totals())
@@ -142,13 +145,13 @@ class Job:
         assert isinstance(every, int)
         return every
 
-    def _compare(self, what: str) -> None:
-        """Raise MismatchError with the first layer whose weights differ between workers. A collective.
+    def _compare(self, what: str, check: Callable[[Comm, str, Sequence[tuple[str, str]]], None]) -> None:
+        """`check` raises MismatchError with the first layer whose weights differ between workers. A collective.
 
         Not while 0/1 Adam makes local steps, which take them apart.
         """
         if self.comm.size > 1 and (not isinstance(self.optimizer, FlatOptimizer) or self.optimizer.in_sync):
-            check_same(self.comm, what, fingerprints(self.parameters, self.names))
+            check(self.comm, what, fingerprints(self.parameters, self.names))
 
     def _now(self) -> float:
         """Seconds on the clock, when the device has done what it was given."""

@@ -131,6 +131,9 @@ class TrainSection(_Section):
     """Length, batch and schedule of the run. `lr_warmup`: a whole number is steps, a number below 1 a share.
 
     `record_layers`: write layers.jsonl, what the optimizer knows of each layer at every evaluation.
+    `check_every`: steps between comparisons of the weights of all workers, but not while 0/1 Adam takes them apart; 0:
+    only evaluations compare them.
+    `checksums`: send a checksum with every message, and end all workers where one does not fit.
     """
 
     steps: Count = 500
@@ -141,6 +144,8 @@ class TrainSection(_Section):
     eval_every: Count | Literal["auto"] = "auto"
     log_every: Count = 5
     record_layers: Annotated[bool, Field(strict=True)] = True
+    check_every: Annotated[int, Field(strict=True, ge=0, le=10**9)] = 50
+    checksums: Annotated[bool, Field(strict=True)] = False
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     workers: Annotated[int, Field(strict=True, ge=1, le=4096)] = 1
     timeout_s: Annotated[float, Field(strict=True, ge=1.0, le=86400.0)] = 120.0

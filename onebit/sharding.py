@@ -113,7 +113,7 @@ def find_shards(params: Sequence[Tensor], names: Sequence[str], comm: Comm) -> S
             'process_group=mesh["replicate"].get_group()'
         )
     shards = Distributed(mesh.get_group())
-    others = set(shards.ranks) & set(comm.ranks if isinstance(comm, Distributed) else [])
+    others = set(shards.ranks) & set(getattr(comm, "ranks", []))
     if len(others) > 1:
         raise ConfigError(
             f"processes {sorted(others)} hold different shards of the layers, and the optimizer would average them; "

@@ -310,7 +310,7 @@ def test_what_cannot_be_attached_is_said():
             [
                 "a Linear; it takes a Distri",
                 "is a AdamW; it must",
-                "virtual workers, but",
+                "comm is a Solo",
                 "[0, 1] and the",
                 "",
                 "hook already",

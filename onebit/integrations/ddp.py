@@ -45,8 +45,8 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     comm = inner.comm
     if not isinstance(comm, Distributed):
         raise ConfigError(
-            "the optimizer was built before torch.distributed was initialised or for virtual workers, but the model is "
-            "a DistributedDataParallel; build the optimizer after init_process_group"
+            f"the optimizer's comm is a {type(comm).__name__} and the model a DistributedDataParallel; build the "
+            "optimizer after init_process_group and without a comm of its own (messages of DDP cannot be Checked)"
         )
     theirs = torch.distributed.get_process_group_ranks(model.process_group)
     if theirs != comm.ranks:
