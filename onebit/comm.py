@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebit.errors import CommError, ConfigError, MismatchError
+from onebit import errors
+from onebit.errors import CommError, ConfigError, MismatchError, OnebitError
 
 T = TypeVar("T")
 
@@ -251,4 +252,33 @@ def check_same(comm: Comm, what: str, mine: Sequence[tuple[str, str]]) -> None:
         )
 
 
-__all__ = ["Comm", "Distributed", "Pending", "Solo", "check_same", "default_comm", "ring_all_reduce_bytes"]
+def all_or_none(comm: Comm, action: Callable[[], T]) -> T:
+    """Do `action` on every worker; if it fails on one, all raise the error of the first that failed.
+
+    Raises:
+        OnebitError: of the class and with the message that the failing worker had.
+    """
+    result: T | None = None
+    failure: OnebitError | None = None
+    try:
+        result = action()
+    except OnebitError as error:
+        failure = error
+    mine = [] if failure is None else [type(failure).__name__, str(failure)]
+    for rank, report in enumerate(comm.all_gather_bytes(json.dumps(mine).encode())):
+        if theirs := json.loads(report):
+            kind: type[OnebitError] = getattr(errors, theirs[0], OnebitError)
+            raise kind(theirs[1] if rank == 0 else f"worker {rank}: {theirs[1]}")
+    return result  # type: ignore[return-value]
+
+
+__all__ = [
+    "Comm",
+    "Distributed",
+    "Pending",
+    "Solo",
+    "all_or_none",
+    "check_same",
+    "default_comm",
+    "ring_all_reduce_bytes",
+]

@@ -8,24 +8,20 @@ a batch and its mask are a function of seed, worker and step, in processes and i
 
 import collections
 import hashlib
-import json
 import os
 import pydoc_data.topics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from onebit import errors
-from onebit.comm import Comm, check_same
-from onebit.errors import ConfigError, OnebitError
+from onebit.comm import Comm, all_or_none, check_same
+from onebit.errors import ConfigError
 from onebit.recipe import Recipe
-
-T = TypeVar("T")
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CLS, SEP, MASK = 2, 3, 4  # positions in SPECIAL_TOKENS, hence their ids
@@ -61,26 +57,6 @@ def generator(*what: object) -> torch.Generator:
     made = torch.Generator()
     made.manual_seed(int.from_bytes(digest, "big") >> 1)
     return made
-
-
-def all_or_none(comm: Comm, action: Callable[[], T]) -> T:
-    """Do `action` on every worker; if it fails on one, all raise the error of the first that failed.
-
-    Raises:
-        OnebitError: of the class and with the message that the failing worker had.
-    """
-    result: T | None = None
-    failure: OnebitError | None = None
-    try:
-        result = action()
-    except OnebitError as error:
-        failure = error
-    mine = [] if failure is None else [type(failure).__name__, str(failure)]
-    for rank, report in enumerate(comm.all_gather_bytes(json.dumps(mine).encode())):
-        if theirs := json.loads(report):
-            kind: type[OnebitError] = getattr(errors, theirs[0], OnebitError)
-            raise kind(theirs[1] if rank == 0 else f"worker {rank}: {theirs[1]}")
-    return result  # type: ignore[return-value]
 
 
 def text_files(paths: Iterable[str]) -> list[Path]:

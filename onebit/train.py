@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from onebit.comm import Comm, Distributed, Solo, check_same
+from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job
 from onebit.kernels import choose
@@ -41,7 +41,7 @@ from onebit.report import (
     summary_table,
     writing,
 )
-from onebit.text import SPECIAL_TOKENS, all_or_none, generator, prepare
+from onebit.text import SPECIAL_TOKENS, generator, prepare
 from onebit.virtual import run_workers
 
 WAIT_FOR_CAUSE_S = 1.0

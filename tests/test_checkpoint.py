@@ -1,0 +1,485 @@
+"""Checkpoints of whole runs: several processes, every stage, another number of workers, kills and damage."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import end_of_processes, run_processes
+from safetensors.torch import load_file
+from small import MODEL, flat
+from test_resize import KINDS, WARMUP, held_out, loss_of, make
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import onebit
+from onebit import checkpoint, checkpoint_files
+from onebit.comm import Comm, Solo
+from onebit.packing import pack, unpack
+
+CUTS = (2, WARMUP, WARMUP + 4)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parts(comm: Comm, name: str, dtype: torch.dtype = torch.float32, ddp: bool = False) -> tuple[Any, Any, Any]:
+    model: nn.Module = copy.deepcopy(MODEL).to(dtype)
+    optimizer = make(name, model.parameters(), comm)
+    if ddp:
+        model = DistributedDataParallel(model)
+        onebit.attach(model, optimizer)
+    return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=200)
+
+
+def steps(comm: Comm, model: Any, optimizer: Any, schedule: Any, which: range, cast: bool = False) -> None:
+    """Batches with noise from the global generator, whose state must come back, too."""
+    dtype = next(model.parameters()).dtype
+    for step in which:
+        generator = torch.Generator().manual_seed(step)
+        x = (
+            torch.randn(24, 6, generator=generator)[comm.rank :: comm.size]
+            + 0.01 * torch.randn(1)
+            + random.random() / 99
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            nn.functional.mse_loss(model(x.to(dtype)).float(), x[:, :3].sin()).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def broken_off(comm: Comm, folder: str, names: list[str], dtype: str, how: dict[str, bool]) -> list[str]:
+    """Runs with a pause, by name and cut, that do not end as those without."""
+    wrong = []
+    for name in names:
+        for cut in CUTS:
+            ends = []
+            for paused in (True, False):
+                random.seed(comm.rank)
+                torch.manual_seed(comm.rank)
+                run = parts(comm, name, DTYPES[dtype], how.get("ddp", False))
+                steps(comm, *run, range(cut), how.get("cast", False))
+                if how.get("refreeze") and cut > WARMUP:
+                    run[1].refreeze(3)
+                if paused:
+                    model, optimizer, schedule = run
+                    given = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+                    place = f"{folder}/{name}-{cut}"
+                    asked = checkpoint.save(place, cut, progress={"next": cut}, asynchronous=cut == CUTS[1], **given)
+                    steps(comm, *run, range(cut, cut + 2))  # goes on while it is written
+                    asked.wait()
+                    run = parts(comm, name, DTYPES[dtype], how.get("ddp", False))
+                    given = dict(zip(("model", "optimizer", "scheduler"), run, strict=True))
+                    loaded = checkpoint.load(place, **given)
+                    assert (loaded.step, loaded.progress, loaded.workers) == (cut, {"next": cut}, comm.size)
+                steps(comm, *run, range(cut, cut + 8), how.get("cast", False))
+                ends.append((flat(run[0].parameters()), run[2].get_last_lr(), torch.rand(1), random.random()))
+            same = torch.equal(ends[0][0], ends[1][0]) and ends[0][1:2] == ends[1][1:2] and ends[0][2:] == ends[1][2:]
+            wrong += [] if same else [f"{name} at {cut}"]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "how"),
+    [
+        (list(KINDS), "fp32", {}),
+        (["Lamb", "OneBitLamb", "LocalVarianceAdam", "int8"], "bf16", {}),
+        (["OneBitLamb", "OneBitAdam"], "fp32", {"cast": True}),
+        (["OneBitLamb", "OneBitAdam"], "fp32", {"ddp": True}),
+        (["OneBitLamb", "OneBitAdam", "compact"], "fp32", {"refreeze": True}),
+    ],
+    ids=["fp32", "bf16", "autocast", "ddp", "re-warm-up"],
+)
+def test_the_same_number_of_processes_goes_on_to_the_bit(tmp_path, names, dtype, how):
+    assert run_processes(2, broken_off, str(tmp_path), names, dtype, how, timeout_s=120) == [[], []]
+
+
+def between_exchanges(comm: Comm, folder: str) -> bool:
+    ends = []
+    for paused in (True, False):
+        model = copy.deepcopy(MODEL)
+        local = {"local_step_clipper": 4, "local_step_scaler": 1}
+        optimizer = make("ZeroOneAdam", model.parameters(), comm, **local)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        random.seed(0)
+        torch.manual_seed(0)
+        steps(comm, model, optimizer, schedule, range(8))
+        assert not optimizer.in_sync
+        if paused:
+            checkpoint.save(folder, 8, model=model, optimizer=optimizer, scheduler=schedule)
+            model = copy.deepcopy(MODEL)
+            optimizer = make("ZeroOneAdam", model.parameters(), comm, **local)
+            schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+            checkpoint.load(folder, model=model, optimizer=optimizer, scheduler=schedule)
+        steps(comm, model, optimizer, schedule, range(8, 20))
+        ends.append(flat(model.parameters()))
+    return torch.equal(*ends)
+
+
+def test_between_two_exchanges_of_01_adam_each_process_has_its_own_weights(tmp_path):
+    assert run_processes(2, between_exchanges, str(tmp_path)) == [True, True]
+
+
+def write_runs(comm: Comm, folder: str, names: list[str], cut: int) -> list[float]:
+    losses = []
+    for name in names:
+        model, optimizer, schedule = parts(comm, name)
+        steps(comm, model, optimizer, schedule, range(cut))
+        given = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+        checkpoint.save(f"{folder}/{name}", cut, **given)
+        steps(comm, model, optimizer, schedule, range(cut, cut + 20))
+        losses.append(held_out(model))
+    return losses
+
+
+def read_runs(comm: Comm, folder: str, names: list[str], cut: int) -> list[tuple[float, Any]]:
+    found = []
+    for name in names:
+        model, optimizer, schedule = parts(comm, name)
+        loaded = checkpoint.load(f"{folder}/{name}", model=model, optimizer=optimizer, scheduler=schedule)
+        assert optimizer.stats()["step"] == loaded.step == cut
+        steps(comm, model, optimizer, schedule, range(cut, cut + 20))
+        found.append((held_out(model), flat(model.parameters())))
+    return found
+
+
+@pytest.mark.parametrize(("before", "after", "cut"), [(4, 2, 7), (2, 4, 7), (4, 3, 2), (4, 3, 7), (1, 4, 2)])
+def test_another_number_of_processes_goes_on_at_the_same_loss(tmp_path, before, after, cut):
+    names = ["OneBitLamb", "LocalVarianceLamb", "int8", "compact"]  # of the others see test_resize.py
+    undisturbed = run_processes(before, write_runs, str(tmp_path), names, cut, timeout_s=120)[0]
+    results = run_processes(after, read_runs, str(tmp_path), names, cut, timeout_s=120)
+    for i, name in enumerate(names):
+        for found in results:
+            assert torch.equal(found[i][1], results[0][i][1]), name
+        assert results[0][i][0] < 1.3 * undisturbed[i] + 0.01, name
+        assert results[0][i][0] < held_out(MODEL), name
+
+
+def shards(comm: Comm, folder: str, write: bool) -> Any:
+    mesh = init_device_mesh("cpu", (comm.size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = copy.deepcopy(MODEL)
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh["replicate"].get_group()
+    optimizer = onebit.OneBitLamb(model.parameters(), lr=0.01, freeze_step=WARMUP, process_group=group)
+
+    def go(which: range) -> None:
+        for step in which:
+            loss_of(model, step, comm.rank, comm.size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if write:
+        go(range(WARMUP + 4))
+        checkpoint.save(folder, 7, model=model, optimizer=optimizer)
+    else:
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+    shard, norm = comm.rank % 2, optimizer.stats()["momentum_norm"]
+    go(range(WARMUP + 4, WARMUP + 10))
+    return torch.cat([p.full_tensor().flatten().detach() for p in model.parameters()]), shard, norm
+
+
+def test_shards_come_back_and_replicas_may_be_fewer(tmp_path):
+    expected = run_processes(4, shards, str(tmp_path), True, timeout_s=100)
+    again = run_processes(4, shards, str(tmp_path), False, timeout_s=100)
+    assert all(torch.equal(params, expected[0][0]) for params, _, _ in again)
+    fewer = run_processes(2, shards, str(tmp_path), False, timeout_s=100)
+    norms = {shard: norm for _, shard, norm in expected}
+    for params, shard, norm in fewer:
+        assert torch.equal(params, fewer[0][0])
+        assert norm == pytest.approx(norms[shard], rel=1e-5)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def trained(steps_done: int = WARMUP + 2, name: str = "OneBitLamb") -> tuple[nn.Module, Any]:
+    model = copy.deepcopy(MODEL)
+    optimizer = make(name, model.parameters(), Solo())
+    for step in range(steps_done):
+        loss_of(model, step, 0, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_the_last_ones_are_kept_and_a_step_may_be_written_again(tmp_path):
+    model, optimizer = trained()
+    assert checkpoint.latest(tmp_path) is None
+    for step in (10, 20, 30, 5, 30):
+        checkpoint.save(tmp_path, step, model=model, optimizer=optimizer, progress=step * 10, keep=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000020", "step-00000030", "step-00000030.1"]
+    assert checkpoint.latest(tmp_path) == 30
+    loaded = checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+    assert (loaded.path.name, loaded.progress) == ("step-00000030.1", 300)
+    assert checkpoint.load(tmp_path, model=model, step=20).progress == 200
+    with pytest.raises(onebit.ConfigError, match="of step 7; there are: 20, 30, 30"):
+        checkpoint.load(tmp_path, model=model, step=7)
+    with pytest.raises(onebit.ConfigError, match="no complete checkpoint"):
+        checkpoint.load(tmp_path / "nowhere", model=model)
+
+
+def test_files_are_safetensors_and_json(tmp_path):
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer).wait()
+    (data,) = path.glob("*.safetensors")
+    tensors = load_file(data)
+    assert torch.equal(tensors["model.0.weight"], model[0].weight)
+    assert sorted(p.name for p in path.iterdir()) == ["checkpoint.json", data.name]
+    assert unsealed(path)["files"][data.name][0] == data.stat().st_size
+
+
+def test_torch_s_own_optimizers_and_any_part_alone(tmp_path):
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(4):
+        loss_of(model, step, 0, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(tmp_path, 4, model=model, optimizer=optimizer)
+    other = copy.deepcopy(MODEL)
+    again = torch.optim.AdamW(other.parameters(), lr=0.5)
+    checkpoint.load(tmp_path, optimizer=again)
+    assert torch.equal(other[0].weight, MODEL[0].weight)
+    checkpoint.load(tmp_path, model=other)
+    for net, opt in ((model, optimizer), (other, again)):
+        loss_of(net, 9, 0, 1).backward()
+        opt.step()
+    assert torch.equal(flat(model.parameters()), flat(other.parameters()))
+
+
+class Odd:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("bad", [{"a": object()}, {"a": [lambda: 0]}, {(1, 2): 3}, {"a": {b"x": 1}}, {"a": 1j}])
+def test_what_could_run_code_is_not_saved(tmp_path, bad):
+    with pytest.raises(onebit.ConfigError, match="cannot be saved safely"):
+        checkpoint.save(tmp_path, 1, scheduler=Odd(bad))
+    assert list(tmp_path.iterdir()) == []
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([torch.float16, torch.int8]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.booleans(), inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["!tensor", "!dict", "a"]), inner)
+        | st.lists(st.sampled_from(["!tensor", "!list", "!tuple", "b"]), max_size=2)
+        | st.dictionaries(st.integers(0, 3), st.integers(), max_size=2).map(Counter)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLAIN)
+def test_plain_values_come_back_as_they_were(value):
+    back = unpack(json.loads(json.dumps(pack(value, "x", {}), allow_nan=False)), {})
+    assert repr(back) == repr(value)  # nan is not equal to itself
+
+
+def everything(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+def same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return a == b
+
+
+def flip(path: Path, at: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+def seal(path: Path, content: Any) -> None:
+    crc = zlib.crc32(json.dumps(content).encode())
+    (path / "checkpoint.json").write_text(json.dumps({"content": content, "crc32": crc}))
+
+
+def unsealed(path: Path) -> Any:
+    return json.loads((path / "checkpoint.json").read_text())["content"]
+
+
+DAMAGE = {
+    "a bit of the tensors": lambda p: flip(next(p.glob("*.safetensors")), 0.7),
+    "a bit of the header": lambda p: flip(next(p.glob("*.safetensors")), 0.01),
+    "cut short": lambda p: os.truncate(next(p.glob("*.safetensors")), 100),
+    "emptied": lambda p: os.truncate(next(p.glob("*.safetensors")), 0),
+    "removed": lambda p: next(p.glob("*.safetensors")).unlink(),
+    "another file": lambda p: (p / "shard-00009-x.safetensors").write_bytes(b"abc"),
+    "manifest cut": lambda p: os.truncate(p / "checkpoint.json", 40),
+    "manifest of another": lambda p: (p / "checkpoint.json").write_text('{"format": 99}'),
+    "manifest of a later format": lambda p: seal(p, {"format": 99}),
+    "manifest a list": lambda p: (p / "checkpoint.json").write_text("[1, 2]"),
+    "manifest without parts": lambda p: seal(p, {"format": 1, "files": {}}),
+    "manifest with other keys": lambda p: seal(p, {"format": 1, "files": unsealed(p)["files"], "own": [], "shared": 3}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_one_clear_error_and_changes_nothing(tmp_path, damage):
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer).wait()
+    DAMAGE[damage](path)
+    other, fresh = trained(2)
+    before = everything(other, fresh)
+    with pytest.raises(onebit.ConfigError, match="step-00000001"):
+        checkpoint.load(tmp_path, model=other, optimizer=fresh)
+    assert same_state(before, everything(other, fresh))
+
+
+@settings(max_examples=100, deadline=None)
+@given(at=st.floats(0, 1), kind=st.sampled_from(["flip", "cut"]), manifest=st.booleans())
+def test_random_damage(tmp_path_factory, at, kind, manifest):
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path_factory.mktemp("c"), 1, model=model, optimizer=optimizer).wait()
+    file = path / "checkpoint.json" if manifest else next(path.glob("*.safetensors"))
+    if kind == "cut":
+        os.truncate(file, int(at * (file.stat().st_size - 1)))
+    else:
+        flip(file, at)
+    other, fresh = trained(2)
+    before = everything(other, fresh)
+    with pytest.raises(onebit.ConfigError):
+        checkpoint.load(path.parent, model=other, optimizer=fresh)
+    assert same_state(before, everything(other, fresh))
+
+
+MISFITS = {
+    "another model": (lambda: nn.Linear(6, 3), None, "model that was saved"),
+    "another width": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), None, "when it was saved"),
+    "another dtype": (lambda: copy.deepcopy(MODEL).double(), None, "when it was saved"),
+    "another optimizer": (lambda: copy.deepcopy(MODEL), "OneBitAdam", "optimizer is OneBitAdam here"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, case):
+    build, name, text = MISFITS[case]
+    model, optimizer = trained()
+    checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
+    other = build()
+    fresh = make(name or "OneBitLamb", other.parameters(), Solo())
+    before = everything(other, fresh)
+    with pytest.raises(onebit.ConfigError, match=text):
+        checkpoint.load(tmp_path, model=other, optimizer=fresh)
+    assert same_state(before, everything(other, fresh))
+
+
+def test_another_schedule_is_refused(tmp_path):
+    model, optimizer = trained()
+    given = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path, 1, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3), **given)
+    with pytest.raises(onebit.ConfigError, match="the scheduler that was saved has"):
+        checkpoint.load(tmp_path, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3), **given)
+
+
+@pytest.mark.parametrize(("key", "value"), [("step", -1), ("step", 1.5), ("keep", 0), ("keep", True)])
+def test_wrong_numbers_are_refused(tmp_path, key, value):
+    with pytest.raises(onebit.ConfigError, match=key):
+        checkpoint.save(tmp_path, **{"step": 1, key: value})
+
+
+def test_virtual_workers_are_told_what_to_do(tmp_path):
+    def work(comm: Comm) -> None:
+        checkpoint.save(tmp_path, 1, optimizer=make("Lamb", copy.deepcopy(MODEL).parameters(), comm))
+
+    with pytest.raises(onebit.ConfigError, match="state_dict"):
+        onebit.run_workers(2, work)
+
+
+def no_room(comm: Comm, folder: str) -> list[str]:
+    """The disk of process 1 fails, then that of process 0, which writes the manifest."""
+    model, optimizer, _ = parts(comm, "OneBitLamb")
+    steps(comm, model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), range(3))
+    checkpoint.save(folder, 1, model=model, optimizer=optimizer)
+    said = []
+    for rank, name in ((1, "checksum"), (0, "_write_file")):
+        kept = getattr(checkpoint_files, name)
+        if comm.rank == rank:
+            setattr(checkpoint_files, name, _full)
+        try:
+            checkpoint.save(folder, 2, model=model, optimizer=optimizer)
+        except onebit.ConfigError as error:
+            said.append(str(error))
+        setattr(checkpoint_files, name, kept)
+    checkpoint.load(folder, model=model, optimizer=optimizer, step=1)
+    checkpoint.save(folder, 2, model=model, optimizer=optimizer)  # over what was left
+    return said
+
+
+def _full(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_said_on_all_processes(tmp_path):
+    results = run_processes(2, no_room, str(tmp_path))
+    for said in results:
+        assert len(said) == 2
+        assert all("No space left" in text for text in said)
+    assert checkpoint.latest(tmp_path) == 2
+    assert not list(tmp_path.glob("*.partial"))
+
+
+POINTS = ("before the tensors", "after the tensors", "before the rename", "after the rename", "while removing")
+
+
+def killed(comm: Comm, folder: str, point: str) -> None:
+    """Process 1, or process 0 where only that one works, is gone at some point of the second checkpoint."""
+    model, optimizer, schedule = parts(comm, "OneBitLamb")
+    steps(comm, model, optimizer, schedule, range(WARMUP + 2))
+    checkpoint.save(folder, 1, model=model, optimizer=optimizer, keep=1)
+    where = {
+        "before the tensors": (1, "_write_tensors", True),
+        "after the tensors": (1, "_write_tensors", False),
+        "before the rename": (0, "_write_file", True),
+        "after the rename": (0, "_flush", True),
+        "while removing": (0, "_remove_old", False),
+    }
+    rank, name, first = where[point]
+    if comm.rank == rank:
+        real = getattr(checkpoint_files, name)
+
+        def gone(*arguments: Any) -> Any:
+            if not first:
+                real(*arguments)
+            os._exit(9)
+
+        setattr(checkpoint_files, name, gone)
+    checkpoint.save(folder, 2, model=model, optimizer=optimizer, keep=1)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_leaves_a_complete_checkpoint(tmp_path, point):
+    ends = end_of_processes(2, killed, str(tmp_path), point)
+    assert 9 in [end.exitcode for end in ends]
+    model, optimizer = trained(0)
+    expected = 2 if point in ("after the rename", "while removing") else 1
+    assert checkpoint.latest(tmp_path) == expected
+    assert checkpoint.load(tmp_path, model=model, optimizer=optimizer).step == expected
