@@ -77,6 +77,11 @@ class Checked(Comm):
         return Checked, (self._comm,)
 
     @property
+    def inner(self) -> Comm:
+        """The comm inside."""
+        return self._comm
+
+    @property
     def ranks(self) -> list[int]:
         """As of the comm inside; empty if it has none."""
         return getattr(self._comm, "ranks", [])

@@ -20,20 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from onebit.checkpoint_files import complete, read_manifest, side_group, verify, write
+from onebit.checkpoint_files import complete, read_manifest, verify, write
 from onebit.checkpoint_state import RESERVED, Saved, Tree, apply, collect, inner, read, whole
 from onebit.checks import check_whole
-from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same
+from onebit.comm import Comm, all_or_none, beside_training, check_same
 from onebit.errors import ConfigError
-from onebit.packing import names_in, pack, unpack
+from onebit.packing import pack
 from onebit.virtual import Virtual
 
 log = logging.getLogger("onebit")
-
-_sides: dict[int, tuple[Comm, Any]] = {}  # by size of the world: who talks and writes beside training
 
 
 @dataclass(frozen=True)
@@ -153,10 +150,15 @@ def load(
     scaler: Any = None,
     others: Mapping[str, Any] | None = None,
     step: int | None = None,
+    check: Callable[[Any, int], None] | None = None,
 ) -> Loaded:
     """Go on from a checkpoint, the last complete one or that of `step`. A collective, as `save`.
 
     What is not given is not loaded. With as many processes as saved it, random states are put back too.
+
+    Args:
+        check: called with `progress` and the number of processes that saved it before anything is changed; it may
+            raise a ConfigError.
 
     Raises:
         ConfigError: on all processes: there is none, it is damaged or not ours, or does not fit what it is loaded into.
@@ -172,13 +174,14 @@ def load(
         saved = Saved(path, manifest, comm)
         given = {"model": whole(model), "optimizer": inner(optimizer)}
         named = _named(scheduler, scaler, others)
+        progress = all_or_none(comm, lambda: _on_disk(lambda: saved.part(saved.shared["progress"]), path))
+        all_or_none(comm, lambda: None if check is None else check(progress, saved.processes))
         plan = all_or_none(comm, lambda: _on_disk(lambda: read(saved, given, named), path))
         all_or_none(comm, lambda: _on_disk(lambda: apply(saved, given, named, plan), path))
     except KeyError as error:
         raise ConfigError(f"the checkpoint {str(path)!r} lacks {error}; load another one") from None
     if comm.rank == 0 and saved.processes != comm.size:
         log.info("%d processes go on from what %d saved; random states are new", comm.size, saved.processes)
-    progress = unpack(saved.shared["progress"], saved.tensors.read(names_in(saved.shared["progress"])))
     return Loaded(int(manifest["step"]), progress, saved.processes, path)
 
 
@@ -214,13 +217,7 @@ def _side(optimizer: Any) -> tuple[Comm, Any]:
             "virtual workers share one process and cannot write checkpoints; keep the state_dict() of each, or use "
             "processes"
         )
-    if not (dist.is_available() and dist.is_initialized()):
-        return Solo(), None
-    world = id(dist.group.WORLD)
-    if world not in _sides:
-        group = side_group(Distributed())
-        _sides[world] = (Distributed(group) if group is not None else Distributed(), group)
-    return _sides[world]
+    return beside_training()
 
 
 def _chosen(folder: Path, step: int | None, comm: Comm) -> Path:
@@ -243,7 +240,7 @@ def _on_disk(action: Callable[[], Any], path: Path) -> Any:
     """Do it; what the disk or the format makes of it is one ConfigError."""
     try:
         return action()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (ConfigError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
         raise ConfigError(f"the checkpoint {str(path)!r} cannot be loaded: {type(error).__name__}: {error}") from error

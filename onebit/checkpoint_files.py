@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from onebit.comm import Comm, all_or_none
 from onebit.errors import ConfigError
+from onebit.sharding import local
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -91,7 +91,7 @@ def _make_empty(partial: Path) -> None:
 def _write_tensors(partial: Path, tensors: dict[str, Tensor], comm: Comm, group: Any) -> dict[str, list[int]]:
     """This process's files: name -> size and checksum."""
     writer = dcp().HuggingFaceStorageWriter(str(partial), save_distributed=True)
-    whole = {name: t.contiguous() for name, t in tensors.items()}
+    whole = _apart(tensors)
     mine = f"shard-{comm.rank + 1:05d}-"
     found: dict[str, list[int]] = {}
 
@@ -105,6 +105,17 @@ def _write_tensors(partial: Path, tensors: dict[str, Tensor], comm: Comm, group:
             found[path.name] = [path.stat().st_size, checksum(path)]
 
     _guarded(save, partial)
+    return found
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, contiguous, and copied where two share memory, as tied weights do: safetensors has no word for that."""
+    found, seen = {}, set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        place = local(whole).data_ptr()
+        found[name] = whole.clone() if place in seen else whole
+        seen.add(place)
     return found
 
 
@@ -149,7 +160,9 @@ def _guarded(action: Any, where: Path) -> None:
         raise ConfigError(
             f"the checkpoint {str(where)!r} cannot be written: {reason}; free the disk, or choose another folder"
         ) from None
-    except Exception as error:  # torch.distributed.checkpoint wraps whatever happened on any process
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
             f"the checkpoint {str(where)!r} cannot be written: {type(error).__name__}: {lines[-1] if lines else error}"
@@ -247,8 +260,3 @@ def dcp() -> Any:
             "newer, or save state_dict() on every worker yourself"
         )
     return found
-
-
-def side_group(comm: Comm) -> Any:
-    """A group of all processes that works on the CPU, for what goes on beside training. A collective."""
-    return None if comm.size == 1 else dist.new_group(backend="gloo")

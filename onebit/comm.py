@@ -221,6 +221,30 @@ def default_comm(process_group: dist.ProcessGroup | None = None) -> Comm:
     return Solo()
 
 
+_beside: dict[int, tuple[Comm, Any]] = {}  # by the identity of the default group
+
+
+def beside_training() -> tuple[Comm, Any]:
+    """All processes, in a group of their own that works on the CPU, and that group; None for it where they are one.
+
+    Made once; a collective then.
+    """
+    comm = default_comm()
+    if comm.size == 1:
+        return comm, None
+    world = id(dist.group.WORLD)
+    if world not in _beside:
+        group = dist.new_group(backend="gloo")
+        _beside[world] = (Distributed(group), group)
+    return _beside[world]
+
+
+def meeting_place(comm: Comm) -> Any:
+    """The store that the processes of the default group met in; None where there is none."""
+    real = isinstance(getattr(comm, "inner", comm), Distributed)
+    return dist.distributed_c10d._get_default_store() if real and comm.size > 1 else None
+
+
 def check_same(comm: Comm, what: str, mine: Sequence[tuple[str, str]]) -> None:
     """Raise the same MismatchError on all workers unless they hold equal (name, value) lists.
 

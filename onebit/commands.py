@@ -1,4 +1,4 @@
-"""The commands of `onebit`: train, compare, bench, info."""
+"""The commands of `onebit`: train, compare, plan, bench, info."""
 
 import json
 import os
@@ -17,14 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from onebit.bench import measure
+from onebit.build import check_optimizer
 from onebit.compare import compare as compare_optimizers
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError, OnebitError
-from onebit.job import check_optimizer, versions
+from onebit.job import versions
 from onebit.kernels import choose
 from onebit.launch import Interrupted, perform
+from onebit.plan_command import plan_command
 from onebit.recipe import OPTIMIZERS, Recipe, freeze_flag, load, number, parse, resolve
-from onebit.report import check_out, summary_table
+from onebit.report import SUMMARY, Output, check_out, summary_table
 from onebit.text import text_files
 from onebit.train import check_virtual, choose_device
 
@@ -51,6 +53,11 @@ FreezeStep = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order and masks.")]
+CheckpointEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")]
+MinWorkers = Annotated[int | None, typer.Option(help="With how many a run may go on that had more.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint of an earlier attempt at --out.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show errors only.")]
 
@@ -67,19 +74,28 @@ def train(
     freeze_step: FreezeStep = None,
     micro_batch: MicroBatch = None,
     seed: Seed = None,
+    checkpoint_every: CheckpointEvery = None,
+    min_workers: MinWorkers = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in runs/.")] = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
     """Pre-train a BERT on text with one optimizer."""
     with _clear_errors():
         own: dict[str, Any] = {"optimizer.name": optimizer, "optimizer.lr": lr}
+        own |= {"train.checkpoint_every": checkpoint_every, "train.min_workers": min_workers}
+        if resume and out is None:
+            raise ConfigError("--resume was given without --out; name the folder of the run that is to go on")
         shared = _overrides(text, workers, virtual, steps, freeze_step, micro_batch, seed)
         chosen = _ready(_recipe(recipe, own | shared), virtual)
         folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{chosen.label}"
+        if resume and (folder / SUMMARY).is_file() and not Output(folder).folder.exists():
+            _say(f"nothing to resume: the run in {folder} is complete")
+            return
         check_out(folder, overwrite)
         _show_choices([chosen], quiet)
-        (summary,) = perform([(chosen, folder)], virtual is not None, quiet)
+        (summary,) = perform([(chosen, folder)], virtual is not None, quiet, resume)
         if not quiet:
             Console().print(summary_table(summary))
             _say(f"results: {folder}")
@@ -184,6 +200,9 @@ def _clear_errors() -> Iterator[None]:
         _leave(f"interrupted by signal {error.signal}; all workers have ended", 128 + error.signal)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
+
+
+app.command("plan")(_clear_errors()(plan_command))
 
 
 def _leave(message: str, status: int) -> None:

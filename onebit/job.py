@@ -1,13 +1,10 @@
 """One worker's part of a training run: the model, the optimizer, the loop, the numbers that come out."""
 
-import inspect
 import math
 import platform
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -15,53 +12,21 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit import mistakes
-from onebit.averaging import average_gradients
+from onebit.build import build_model, build_optimizer, lr_factor
 from onebit.checked import Checked, check_replicas
 from onebit.checks import fingerprints, layer_names
-from onebit.comm import Comm, Solo, check_same, ring_all_reduce_bytes
+from onebit.comm import Comm, check_same, ring_all_reduce_bytes
 from onebit.compressed import OneBitOptimizer
 from onebit.errors import ConfigError
-from onebit.frozen_lamb import FrozenLamb
 from onebit.layerwise import layer_stats
 from onebit.optim import FlatOptimizer
-from onebit.recipe import OptimizerName, Recipe
+from onebit.recipe import Recipe
 from onebit.report import Display, Metrics, Summary
+from onebit.resume import Checkpoints, Roll, Step, pack_steps, unpack_steps
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
 
 BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
-OWN_KEYS = {
-    "lr": "optimizer.lr",
-    "freeze_step": "optimizer.freeze_step",
-    "warmup_steps": "optimizer.freeze_step",
-    "total_steps": "train.steps",
-    "betas": "optimizer.betas",
-    "eps": "optimizer.eps",
-    "weight_decay": "optimizer.weight_decay",
-    "transport": "optimizer.warmup_transport",
-    "warmup_transport": "optimizer.warmup_transport",
-}
-PASSED_ON = (
-    *("betas", "eps", "min_coeff", "max_coeff", "coeff_beta"),
-    *("factor_min", "factor_max", "factor_threshold"),
-)
-"""Keys of [optimizer] that optimizers know by the same name, if at all."""
 UNCOMPRESSED = "uncompressed"  # the stage of an optimizer that has no compressed stage
-OPTIMIZERS: dict[OptimizerName, type[torch.optim.Optimizer]] = {
-    "lamb": onebit.Lamb,
-    "onebit-lamb": onebit.OneBitLamb,
-    "lamb-basic-1bit": onebit.OneBitLamb,
-    "frozen-lamb": FrozenLamb,
-    "local-variance-lamb": onebit.LocalVarianceLamb,
-    "adamw": torch.optim.AdamW,
-    "onebit-adam": onebit.OneBitAdam,
-    "adam-1bit-gradient": mistakes.CompressedGradientAdam,
-    "adam-1bit-update": mistakes.CompressedUpdateAdam,
-    "local-variance-adam": onebit.LocalVarianceAdam,
-    "zero-one-adam": onebit.ZeroOneAdam,
-}
-
-_building = threading.Lock()  # weights are drawn from torch's global generator, which threads share
 
 
 class Job:
@@ -75,21 +40,44 @@ class Job:
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self.optimizer, self._average = build_optimizer(recipe, self.model, comm)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(recipe, step))
+        self.checkpoints: Checkpoints | None = None
+        self.roll = Roll(comm)
         self._windows = Windows(corpus.stream, recipe.data.sequence_length, recipe.train.seed)
         self.eval_loss = math.nan
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._bad_steps = 0
         self._skipped_before = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker remembers of the run so far, beside model, optimizer and schedule."""
+        counts = {"bad_steps": self._bad_steps, "skipped_before": self._skipped_before, "eval_loss": self.eval_loss}
+        return {**counts, "steps": pack_steps(self._steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        self._bad_steps, self._skipped_before = state["bad_steps"], state["skipped_before"]
+        self.eval_loss, self._steps = state["eval_loss"], unpack_steps(state["steps"], self.device)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self._schedule}
+        return {**given, "others": {"job": self}}
+
+    @property
+    def done(self) -> int:
+        """Steps so far."""
+        return len(self._steps)
 
     def train(self, metrics: Metrics | None, display: Display | None, layers: Metrics | None = None) -> None:
         """All steps and evaluations. `metrics` and `display` are given on worker 0; there too, if wanted, `layers`."""
         train = self.recipe.train
         if not isinstance(self.optimizer, FlatOptimizer):  # these compare the weights themselves
             self._compare("parameters", check_same)
-        if layers:
+        if layers and not self.done:
             layers.write(layers=layer_names(self.optimizer))
         self.model.train()
-        for number in range(1, train.steps + 1):
+        for number in range(self.done + 1, train.steps + 1):
             self._steps.append(self._step(number))
             last = number == train.steps
             if number % train.log_every == 0 or last:
@@ -107,6 +95,10 @@ class Job:
                 self._say_switch(number, self.optimizer, display)
             if layers and (evaluated or at_switch):
                 layers.write(step=number, stage=self._stage, **layer_stats(self.optimizer))
+            if self.checkpoints is not None and self.checkpoints.due(number):
+                self.checkpoints.save(number, **self.parts)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
         if not math.isfinite(self.eval_loss):
             raise ConfigError(
                 f"the held-out loss is {self.eval_loss} at the end, with {self.recipe.label} at lr "
@@ -159,7 +151,7 @@ class Job:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _step(self, number: int) -> "_Step":
+    def _step(self, number: int) -> Step:
         """One optimizer step: forward and backward of each micro batch, exchange, update."""
         train, data = self.recipe.train, self.recipe.data
         began, stage = self._now(), self._stage
@@ -176,6 +168,7 @@ class Job:
             loss = self._loss(part, part_labels) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        self.roll.arrive(number)
         before = self.comm.payload_bytes
         if self._average is not None:
             self._average()
@@ -183,7 +176,7 @@ class Job:
         payload = self.comm.payload_bytes - before
         self.optimizer.zero_grad(set_to_none=True)
         self._schedule.step()
-        return _Step(stage, total, lr, payload, self._now() - began)
+        return Step(stage, total, lr, payload, self._now() - began)
 
     def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of the masked tokens, summed; the output layer is computed for these alone."""
@@ -251,11 +244,11 @@ class Job:
     def summary(self, seconds: float) -> Summary:
         """The outcome, after `train`."""
         elements = sum(p.numel() for p in self.parameters)
-        stages: dict[str, list[_Step]] = {}
+        stages: dict[str, list[Step]] = {}
         for step in self._steps:
             stages.setdefault(step.stage, []).append(step)
 
-        def share(steps: Sequence[_Step]) -> float | None:
+        def share(steps: Sequence[Step]) -> float | None:
             whole = len(steps) * ring_all_reduce_bytes(2 * elements, self.comm.size)
             return sum(step.payload_bytes for step in steps) / whole if whole else None
 
@@ -279,121 +272,6 @@ class Job:
             versions=versions(),
             recipe=_in_words(self.recipe.model_dump(mode="json", exclude={"variants"})),
         )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What is remembered of a step: loss is this worker's, payload_bytes and seconds too."""
-
-    stage: str
-    loss: Tensor
-    lr: float
-    payload_bytes: int
-    seconds: float
-
-
-def build_model(recipe: Recipe, vocab_size: int, device: torch.device) -> Any:
-    """A BertForMaskedLM with the weights that the seed gives, the same on every worker."""
-    with _building, torch.random.fork_rng(devices=[]):
-        # inside the lock as well, since a module that loads itself in parts is not for several threads at once
-        from transformers import BertConfig, BertForMaskedLM
-
-        shape = recipe.model
-        config = BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=shape.hidden_size,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=shape.intermediate_size,
-            max_position_embeddings=shape.max_position_embeddings,
-            hidden_dropout_prob=shape.dropout,
-            attention_probs_dropout_prob=shape.dropout,
-            attn_implementation="eager",
-        )
-        torch.manual_seed(recipe.train.seed)
-        return BertForMaskedLM(config).to(device)
-
-
-def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim.Optimizer, Callable[[], None] | None]:
-    """The recipe's optimizer, and what averages the gradients before its step if it does not do so itself.
-
-    Biases and LayerNorm weights, all of one dimension, get no weight decay.
-    """
-    chosen = recipe.optimizer
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [(name, p) for name, p in named if p.ndim > 1], "weight_decay": chosen.weight_decay},
-        {"params": [(name, p) for name, p in named if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    make = OPTIMIZERS[chosen.name]
-    known = inspect.signature(make).parameters
-    settings = {"lr": recipe.lr, "comm": comm, "freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
-    settings["warmup_steps"] = recipe.freeze_rule
-    settings |= {"transport": recipe.transport, "warmup_transport": recipe.transport}
-    settings |= {name: getattr(chosen, name) for name in PASSED_ON}
-    settings |= onebit.PAPER if chosen.preset == "paper" else {}
-    if chosen.name == "lamb-basic-1bit":
-        settings["ratio"] = "fixed"
-    optimizer = _built(make, groups, {key: value for key, value in settings.items() if key in known}, chosen.options)
-    if isinstance(optimizer, FlatOptimizer):
-        return optimizer, None
-    parameters = [p for _, p in named]
-    return optimizer, lambda: average_gradients(parameters, comm, recipe.transport)
-
-
-def _built(make: Any, groups: Any, common: dict[str, Any], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer with the recipe's options.
-
-    Raises:
-        ConfigError: it refuses them.
-    """
-    try:
-        built: torch.optim.Optimizer = make(groups, **_checked(make, common, options))
-    except TypeError as error:
-        raise ConfigError(f"optimizer.options is {options}, which {make.__name__} cannot use: {error}") from None
-    return built
-
-
-def check_optimizer(recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe's optimizer refuses its options, before anything else has been done."""
-    build_optimizer(recipe, torch.nn.Linear(1, 1), Solo())
-
-
-def _checked(make: type, common: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """`common` with the recipe's options over it.
-
-    Raises:
-        ConfigError: the optimizer has no such argument.
-    """
-    known = inspect.signature(make).parameters
-    if unknown := [name for name in options if name not in known or name in ("params", "comm", "process_group")]:
-        raise ConfigError(
-            f"optimizer.options has {unknown[0]!r}, which {make.__name__} does not know; it knows {', '.join(known)}"
-        )
-    if own := [name for name in options if name in OWN_KEYS]:
-        raise ConfigError(f"optimizer.options has {own[0]!r}, which has a key of its own: {OWN_KEYS[own[0]]}")
-    for name, build in (("codec", onebit.OneBit), ("guard", onebit.SwitchGuard), ("schedule", onebit.Schedule)):
-        if name not in options:
-            continue
-        try:
-            options = {**options, name: build(**options[name])}
-        except TypeError as error:
-            raise ConfigError(
-                f"optimizer.options.{name} is {options[name]!r}: {error}; it must be a table of arguments of "
-                f"{build.__name__}; correct the recipe"
-            ) from None
-    return common | options
-
-
-def lr_factor(recipe: Recipe, step: int) -> float:
-    """Share of the peak learning rate at a step counted from 0: a linear rise, then the decay to 0."""
-    rise, steps = recipe.lr_warmup_steps, recipe.train.steps
-    if step < rise:
-        return (step + 1) / rise
-    gone = (step - rise) / max(1, steps - rise)
-    if recipe.train.lr_decay == "linear":
-        return 1 - gone
-    return 0.5 * (1 + math.cos(math.pi * gone)) if recipe.train.lr_decay == "cosine" else 1.0
 
 
 def _in_words(value: Any) -> Any:

@@ -45,13 +45,17 @@ class Interrupted(Exception):
         self.signal = number
 
 
-def launch(runs: Sequence[tuple[Recipe, Path]], workers: int, quiet: bool) -> None:
+def launch(
+    runs: Sequence[tuple[Recipe, Path]], workers: int, quiet: bool, resume: bool = False, restarts: int = 0
+) -> None:
     """Do the runs one after the other, with the same processes.
 
     Args:
         runs: recipe and output folder of each.
         workers: number of processes.
         quiet: show nothing.
+        resume: go on from the last checkpoints of an earlier attempt.
+        restarts: how often all workers are started again when one has failed.
     Raises:
         OnebitError: what a worker raised, or CommError when one died. All workers have ended by then.
         Interrupted: Ctrl-C or a request to end. All workers have ended by then.
@@ -60,8 +64,9 @@ def launch(runs: Sequence[tuple[Recipe, Path]], workers: int, quiet: bool) -> No
         plan = Path(folder) / "runs.json"
         plan.write_text(json.dumps([{"recipe": r.model_dump(mode="json"), "out": str(o.resolve())} for r, o in runs]))
         arguments = [str(WORKER), str(os.getpid()), "--runs", str(plan), *(["--quiet"] if quiet else [])]
+        arguments += ["--resume"] if resume else []
         try:
-            elastic_launch(_config(workers, folder), sys.executable)(*arguments)
+            elastic_launch(_config(workers, folder, restarts), sys.executable)(*arguments)
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from None
         except ChildFailedError as error:
@@ -69,7 +74,7 @@ def launch(runs: Sequence[tuple[Recipe, Path]], workers: int, quiet: bool) -> No
             raise _cause(error.failures, workers, [folder for folder in remains if folder.exists()]) from None
 
 
-def _config(workers: int, folder: str) -> LaunchConfig:
+def _config(workers: int, folder: str, restarts: int) -> LaunchConfig:
     settings: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -78,7 +83,7 @@ def _config(workers: int, folder: str) -> LaunchConfig:
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "127.0.0.1:0",  # 0: any free port
         "local_addr": "127.0.0.1",
-        "max_restarts": 0,
+        "max_restarts": restarts,
         "monitor_interval": 0.1,
         "logs_specs": DefaultLogsSpecs(log_dir=folder),
         "shutdown_timeout": END_WITHIN_S,
@@ -95,6 +100,7 @@ def _environment() -> Iterator[None]:
     wanted = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else workers started again read the addresses of the first ones
         "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
     } | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {})
     before = dict(os.environ)
@@ -166,19 +172,22 @@ def _recorded(failure: Any) -> tuple[str, str]:
     return kind, text
 
 
-def perform(runs: Sequence[tuple[Recipe, Path]], virtual: bool, quiet: bool) -> list[Summary]:
+def perform(runs: Sequence[tuple[Recipe, Path]], virtual: bool, quiet: bool, resume: bool = False) -> list[Summary]:
     """Do the runs one after the other, each with its recipe's workers: in processes, or within this one.
 
     Args:
         runs: recipe and output folder of each; all with the same number of workers.
         virtual: workers are threads of this process. A single worker needs no process of its own either.
         quiet: show nothing.
+        resume: of a single run: go on from the last checkpoint of an earlier attempt.
     Raises:
         OnebitError, Interrupted: as `launch`, or raised by the run itself.
     """
     workers = runs[0][0].train.workers
     if workers == 1 or virtual:
         display = Display(Console(), quiet)
-        return [run_virtual(r, out, display) if virtual else run_alone(r, out, display) for r, out in runs]
-    launch(runs, workers, quiet)
+        return [run_virtual(r, out, display) if virtual else run_alone(r, out, display, resume) for r, out in runs]
+    train = runs[0][0].train
+    restarts = (3 if train.checkpoint_every else 0) if train.restarts == "auto" else train.restarts
+    launch(runs, workers, quiet, resume, restarts if len(runs) == 1 else 0)
     return [read_summary(out) for _, out in runs]

@@ -62,7 +62,7 @@ class FlatOptimizer(StepGradients):
 
     def _load_extra_state(self, extra: dict[str, Any]) -> None:
         self._steps, self._skipped_steps, self._rewarmed = extra["steps"], extra["skipped_steps"], extra["rewarmed"]
-        self._scaled = extra["scaled"]
+        self._scaled, self._folded = extra["scaled"], False
         self._estimate.load(extra["clipping"])
         self._quantised = None if extra["quantised"] is None else self._start_quantised()
         if self._quantised is not None:

@@ -134,6 +134,10 @@ class TrainSection(_Section):
     `check_every`: steps between comparisons of the weights of all workers, but not while 0/1 Adam takes them apart; 0:
     only evaluations compare them.
     `checksums`: send a checksum with every message, and end all workers where one does not fit.
+    `checkpoint_every`: steps between checkpoints, of which the last `keep_checkpoints` stay until the run is done; 0:
+    none. `async_checkpoints`: written while training goes on.
+    `restarts`: how often `onebit train` starts the workers again, from the last checkpoint, when one has died; "auto":
+    3 times where there are checkpoints. `min_workers`: with how many a run may go on that had more.
     """
 
     steps: Count = 500
@@ -146,6 +150,11 @@ class TrainSection(_Section):
     record_layers: Annotated[bool, Field(strict=True)] = True
     check_every: Annotated[int, Field(strict=True, ge=0, le=10**9)] = 50
     checksums: Annotated[bool, Field(strict=True)] = False
+    checkpoint_every: Annotated[int, Field(strict=True, ge=0, le=10**9)] = 0
+    keep_checkpoints: Count = 2
+    async_checkpoints: Annotated[bool, Field(strict=True)] = False
+    restarts: Annotated[int, Field(strict=True, ge=0, le=10**6)] | Literal["auto"] = "auto"
+    min_workers: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     workers: Annotated[int, Field(strict=True, ge=1, le=4096)] = 1
     timeout_s: Annotated[float, Field(strict=True, ge=1.0, le=86400.0)] = 120.0

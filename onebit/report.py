@@ -126,15 +126,16 @@ class Output:
         self.final = out.resolve()  # "." and ".." have no name of their own
         self.folder = self.final.with_name(self.final.name + ".partial")
 
-    def create(self) -> None:
-        """Make the folder, in place of the remains of an earlier run, and of nothing else.
+    def create(self, keep: bool = False) -> None:
+        """Make the folder, in place of the remains of an earlier run, and of nothing else; `keep`: go on with those.
 
         Raises:
             ConfigError: what is in the way is not ours, or the folder cannot be made.
         """
-        self.clear()
+        if not keep:
+            self.clear()
         try:
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=keep)
             (self.folder / MARK).touch()
         except OSError as error:
             raise ConfigError(
@@ -177,10 +178,13 @@ class Output:
 class Metrics:
     """Appends one JSON object a line; every line is whole and on disk when `write` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resumed_at: int | None = None) -> None:
+        """`resumed_at`: keep the lines up to this step that an earlier attempt wrote, and those without a step."""
         self._path = path
         with writing(path):
+            kept = [] if resumed_at is None or not path.exists() else _lines_until(path, resumed_at)
             self._file: TextIO = path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
 
     def write(self, **values: object) -> None:
         """Append one line; null stands for a number that is not finite.
@@ -200,6 +204,15 @@ class Metrics:
     ) -> None:
         with suppress(ConfigError) if error else nullcontext(), writing(self._path):
             self._file.close()  # tries once more to write what it could not
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The whole lines of a metrics file that are of this step or an earlier one."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line).get("step", 0) <= step:
+            kept.append(line)
+    return kept
 
 
 class Display:

@@ -18,12 +18,14 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from onebit import checkpoint
 from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job
@@ -41,13 +43,14 @@ from onebit.report import (
     summary_table,
     writing,
 )
+from onebit.resume import Checkpoints
 from onebit.text import SPECIAL_TOKENS, generator, prepare
 from onebit.virtual import run_workers
 
 WAIT_FOR_CAUSE_S = 1.0
 
 
-def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Display) -> Summary:
+def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Display, resume: bool = False) -> Summary:
     """Train, evaluate and save one model. A collective; worker 0 writes and shows.
 
     Args:
@@ -56,6 +59,7 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
         device: of this worker.
         out: folder that appears when everything in it is complete.
         display: used on worker 0 only.
+        resume: go on from the last checkpoint of an earlier attempt at `out`, if there is one.
     Returns:
         The outcome; seconds and bytes are this worker's.
     Raises:
@@ -71,22 +75,44 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
     corpus = prepare(recipe, comm)
     job = Job(recipe, comm, device, corpus)
     output = Output(out)
-    all_or_none(comm, output.create if comm.rank == 0 else lambda: None)
-    if comm.rank == 0:
+    job.checkpoints = Checkpoints(recipe, corpus, output.folder)
+    at = _begin(job, output, resume)
+    try:
+        _train(job, output, display, at)
+    except CommError as error:
+        raise job.roll.late(error) from error
+    summary = job.summary(time.perf_counter() - began)
+    all_or_none(comm, (lambda: _save(job, output, summary)) if comm.rank == 0 else lambda: None)
+    return summary
+
+
+def _train(job: Job, output: Output, display: Display, at: int | None) -> None:
+    """All steps that are left. `at`: the step that the run was resumed at."""
+    recipe, train = job.recipe, job.recipe.train
+    if job.comm.rank == 0:
+        if at is not None:
+            display.say(f"resumed at step {at} of {train.steps}")
         if recipe.optimizer.name != "adamw":
-            display.say("kernels: {} ({})".format(*choose(device, torch.float32)))
-        recorded = Metrics(output.folder / LAYERS) if train.record_layers else nullcontext()
+            display.say("kernels: {} ({})".format(*choose(job.device, torch.float32)))
+        recorded = Metrics(output.folder / LAYERS, at) if train.record_layers else nullcontext()
         with (
-            Metrics(output.folder / METRICS) as metrics,
+            Metrics(output.folder / METRICS, at) as metrics,
             recorded as layers,
             display.bar(recipe.label, train.steps),
         ):
             job.train(metrics, display, layers)
     else:
         job.train(None, None)
-    summary = job.summary(time.perf_counter() - began)
-    all_or_none(comm, (lambda: _save(job, output, summary)) if comm.rank == 0 else lambda: None)
-    return summary
+
+
+def _begin(job: Job, output: Output, resume: bool) -> int | None:
+    """Make the folder of the results; or go on from the step that is returned. A collective."""
+    comm, checkpoints = job.comm, job.checkpoints
+    assert checkpoints is not None
+    there = resume and checkpoint.latest(checkpoints.folder) is not None
+    found = comm.all_gather_bytes(b"1" if there else b"")[0] == b"1"  # what worker 0 sees counts
+    all_or_none(comm, (lambda: output.create(keep=found)) if comm.rank == 0 else lambda: None)
+    return checkpoints.load(comm.size, **job.parts) if found else None
 
 
 def run_virtual(recipe: Recipe, out: Path, display: Display) -> Summary:
@@ -107,14 +133,19 @@ def check_virtual(recipe: Recipe) -> None:
             f"model.dropout is {recipe.model.dropout:g}; virtual workers share torch's random generator, so a "
             "run with dropout could not be repeated; set it to 0, or use processes (--workers without --virtual)"
         )
+    if recipe.train.checkpoint_every:
+        raise ConfigError(
+            f"train.checkpoint_every is {recipe.train.checkpoint_every}; virtual workers write no checkpoints; set it "
+            "to 0, or use processes (--workers without --virtual)"
+        )
 
 
-def run_alone(recipe: Recipe, out: Path, display: Display) -> Summary:
+def run_alone(recipe: Recipe, out: Path, display: Display, resume: bool = False) -> Summary:
     """The same with one worker, in this process."""
     device, reason = choose_device(0, 1)
     display.say(f"device: {reason}")
     _seed_dropout(recipe, 0)
-    return run(recipe, Solo(), device, out, display)
+    return run(recipe, Solo(), device, out, display, resume)
 
 
 def _seed_dropout(recipe: Recipe, rank: int) -> None:
@@ -138,6 +169,8 @@ def _save(job: Job, output: Output, summary: Summary) -> None:
         job.model.save_pretrained(output.folder / "model")
         tokenizer.save_pretrained(output.folder / "model")
         output.write_json(SUMMARY, asdict(summary))
+        if job.checkpoints is not None:
+            job.checkpoints.remove()
         output.publish()
 
 
@@ -153,16 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a traceback
         display = Display(Console(), options.quiet)
         jobs = _jobs(options)
+        resume = options.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         with _group(jobs[0][0].train.timeout_s) as (comm, device, reason):
             if comm.rank == 0:
                 display.say(f"device: {reason}")
             for recipe, out in jobs:
                 if not launched:  # else the launcher has looked, and spoken
-                    _check_out_together(comm, out, options.overwrite)
+                    _check_out_together(comm, out, options.overwrite or resume)
                     if comm.rank == 0:
                         _say_choices(recipe, comm.size, display)
                 _seed_dropout(recipe, comm.rank)
-                summary = run(recipe, comm, device, out, display)
+                summary = run(recipe, comm, device, out, display, resume)
                 if comm.rank == 0 and not launched and not options.quiet:
                     Console().print(summary_table(summary))
                     display.say(f"results: {out}")
@@ -201,12 +235,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("recipe", type=Path, nargs="?", help="TOML file; without it, the built-in small recipe")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for the results")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier result in --out")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of an earlier attempt")
     parser.add_argument("--quiet", action="store_true", help="show errors only")
     parser.add_argument("--text", nargs="+", dest="data.text", help="text files or folders")
     parser.add_argument("--optimizer", dest="optimizer.name")
     parser.add_argument("--lr", type=float, dest="optimizer.lr")
     parser.add_argument("--freeze-step", dest="optimizer.freeze_step")
-    for flag in ("steps", "micro_batch", "seed"):
+    for flag in ("steps", "micro_batch", "seed", "checkpoint_every", "min_workers"):
         parser.add_argument("--" + flag.replace("_", "-"), type=int, dest=f"train.{flag}")
     parser.add_argument("--runs", type=Path, help=argparse.SUPPRESS)  # from `onebit.launch`: JSON list of runs
     return parser.parse_args(arguments)
@@ -236,7 +271,7 @@ def _group(timeout_s: float) -> Iterator[tuple[Comm, torch.device, str]]:
         torch.cuda.set_device(device)
     try:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **_meeting(timeout_s))
     except (RuntimeError, ValueError) as error:
         raise CommError(
             f"not all of the {os.environ.get('WORLD_SIZE')} workers came within train.timeout_s, {timeout_s:g} s: "
@@ -244,6 +279,21 @@ def _group(timeout_s: float) -> Iterator[tuple[Comm, torch.device, str]]:
         ) from error
     yield Distributed(), device, reason
     dist.destroy_process_group()
+
+
+def _meeting(timeout_s: float) -> dict[str, Any]:
+    """Where the workers meet, if not where torch would look: an agent's store still holds what killed workers wrote.
+
+    Each attempt of the same agents gets a place of its own in it. When machines come and go between two attempts,
+    agents count none; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in their environment gives every attempt a new store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    attempt = f"onebit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
+    return {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": size}
 
 
 def choose_device(local_rank: int, local_workers: int) -> tuple[torch.device, str]:

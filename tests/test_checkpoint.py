@@ -258,6 +258,35 @@ def test_torch_s_own_optimizers_and_any_part_alone(tmp_path):
     assert torch.equal(flat(model.parameters()), flat(other.parameters()))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.turned = nn.Parameter(torch.randn(6, 3).t())
+        self.empty, self.scalar = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scalar * self.last(self.first(x)) @ self.turned.t() + self.empty.sum()
+
+
+def test_tied_turned_empty_and_scalar_parameters(tmp_path):
+    torch.manual_seed(0)
+    model = Tied()
+    start = copy.deepcopy(model.state_dict())
+    optimizer = onebit.OneBitLamb(model.parameters(), freeze_step=2)
+    for step in range(4):
+        model(torch.full((2, 6), float(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(tmp_path, 4, model=model, optimizer=optimizer)
+    end = copy.deepcopy(model.state_dict())
+    model.load_state_dict(start)
+    checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+    assert same_state(end, model.state_dict())
+    assert model.last.weight is model.first.weight
+
+
 class Odd:
     def __init__(self, state: Any) -> None:
         self.state = state

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
@@ -117,9 +117,16 @@ def by_trainer(
     optimizer: Callable[[nn.Module], Any] = make,
     kind: dict[str, Any] | None = None,
     again: bool = False,
+    others: Sequence[Any] = (),
+    fold: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """The training by the Trainer. `kind`: its optimizer_cls_and_kwargs, instead of an optimizer."""
+    """The training by the Trainer.
+
+    Args:
+        kind: its optimizer_cls_and_kwargs, instead of an optimizer.
+        others: callbacks behind ours.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from onebit.integrations.huggingface import OneBitCallback
@@ -145,8 +152,9 @@ def by_trainer(
         given: dict[str, Any] = {"optimizer_cls_and_kwargs": (onebit.OneBitLamb, kind)}
         if kind is None:
             given = {"optimizers": optimizer(model)}
-        callbacks = [Recorder(), OneBitCallback(max_grad_norm=clip)]
-        trainer = Trainer(model, args, train_dataset=tokens(), callbacks=callbacks, **given)
+        callbacks = [Recorder(), OneBitCallback(max_grad_norm=clip, fold_errors=fold), *others]
+        given |= {"train_dataset": tokens(), "eval_dataset": tokens()[: 4 * BATCH]}
+        trainer = Trainer(model, args, callbacks=callbacks, **given)
         for _ in range(1 + again):
             trainer.train(resume_from_checkpoint=resume)
     history = [log for log in trainer.state.log_history if "loss" in log]

@@ -179,6 +179,18 @@ def test_what_is_not_whole_is_refused_or_said(name, caplog):
         onebit.run_workers(2, lambda comm: one_of(comm, name, saved[0]["state"]))
 
 
+@kinds
+def test_what_was_folded_before_a_load_is_not_folded_after_it(name):
+    saved = saved_by(2, name, WARMUP + 4)
+
+    def load(optimizer: Any) -> None:
+        optimizer.fold_errors()
+        optimizer.load_state_dict(saved[optimizer.comm.rank]["state"])
+        assert optimizer.state_dict()["onebit"]["folded"] is False
+
+    goes_on(name, 2, WARMUP + 4, saved, load)
+
+
 def one_of(comm: Comm, name: str, state: dict[str, Any]) -> None:
     optimizer = make(name, copy.deepcopy(MODEL).parameters(), comm)
     if comm.rank == 1:

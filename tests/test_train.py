@@ -16,9 +16,10 @@ from transformers import BertForMaskedLM, BertTokenizerFast, PreTrainedTokenizer
 
 import onebit
 from onebit import figures, report
+from onebit.build import build_model, lr_factor
 from onebit.comm import Comm, Solo
 from onebit.errors import ConfigError, MismatchError
-from onebit.job import Job, build_model, lr_factor
+from onebit.job import Job
 from onebit.recipe import OPTIMIZERS, Recipe, parse, resolve
 from onebit.report import Display, Metrics, Output, Summary, check_out, read_metrics, read_summary
 from onebit.text import IGNORED, generator, mask_tokens, prepare

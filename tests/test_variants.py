@@ -9,10 +9,10 @@ import torch
 from test_optim import check_replicas
 
 import onebit
+from onebit.build import build_optimizer, check_optimizer
 from onebit.comm import Comm, Solo
 from onebit.compare import recipes_for
 from onebit.errors import ConfigError
-from onebit.job import build_optimizer, check_optimizer
 from onebit.recipe import FreezeRule, Recipe, freeze_flag, load, parse, resolve
 
 ABLATIONS = Path(__file__).parent.parent / "recipes" / "ablations.toml"

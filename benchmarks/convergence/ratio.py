@@ -27,7 +27,7 @@ from torch import Tensor
 
 import onebit
 from onebit.comm import Comm
-from onebit.job import build_optimizer, lr_factor
+from onebit.build import build_optimizer, lr_factor
 from onebit.recipe import parse
 
 EVERY = 25

@@ -1,7 +1,8 @@
 """1-bit optimizers in Hugging Face's `Trainer(..., optimizers=(optimizer, None), callbacks=[OneBitCallback()])`.
 
 Own loops on Accelerate need no callback: `onebit.attach(model, optimizer)` after `accelerator.prepare`
-(examples/accelerate_loop.py).
+(examples/accelerate_loop.py), and `optimizer.fold_errors()` on all workers before `accelerator.save_state`, which saves
+the optimizer of worker 0 alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.errors import ConfigError
 from onebit.flat import Stage
 from onebit.integrations.ddp import attach, unwrapped
+from onebit.integrations.folding import Folding
 from onebit.optim import FlatOptimizer
 
 try:
@@ -45,12 +47,17 @@ class OneBitCallback(TrainerCallback):
     TensorBoard takes nothing else), `onebit/payload_bytes` (handed to the transport by this worker so far) and, with
     `max_grad_norm`, `onebit/grad_norm` (that of the mean over the workers, before clipping).
 
-    The Trainer saves the optimizer of worker 0 alone. After a resume in the compressed stage the other workers set
-    their errors to zero and say so in the log; the run goes on with the same number of workers only.
+    The Trainer saves the optimizer of worker 0 alone. So this callback calls `fold_errors` on all workers before each
+    save that is asked for with `control.should_save`, by `save_strategy` or by another callback on all workers alike;
+    then `train(resume_from_checkpoint=...)` loses nothing, with any number of workers. From a save on, the run has
+    other bits than one that does not save there; one that was interrupted and resumed has the same. Where it cannot
+    be done, after a local step of `ZeroOneAdam`, the log says once what the file lacks. Not seen here: a callback that
+    saves by itself, as with `enable_jit_checkpoint`; workers that load that set their errors to zero, and say so.
 
     Args:
         max_grad_norm: clip the gradients of all workers by one factor, so that the norm of their mean is at most this,
             with the optimizer's `clip_grad_norm_`; needs `TrainingArguments(max_grad_norm=0)`. None: do not.
+        fold_errors: False: saving changes nothing, and the files lack the errors of all workers but worker 0.
 
     Raises:
         ConfigError: max_grad_norm is not above 0. When training begins: clipping is asked for here and in
@@ -58,11 +65,12 @@ class OneBitCallback(TrainerCallback):
             workers without DistributedDataParallel, as with FSDP and DeepSpeed: this callback knows DDP only.
     """
 
-    def __init__(self, max_grad_norm: float | None = None) -> None:
+    def __init__(self, max_grad_norm: float | None = None, fold_errors: bool = True) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be above 0, or None for no clipping")
         self.max_grad_norm = max_grad_norm
         self._norm: Tensor | None = None
+        self._before_saving = _BeforeSaving(fold_errors)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         inner = unwrapped(getattr(optimizer, "optimizer", optimizer))  # an error names what Accelerate has wrapped
@@ -72,7 +80,7 @@ class OneBitCallback(TrainerCallback):
                 f"OneBitCallback's, {self.max_grad_norm}; set TrainingArguments(max_grad_norm=0)"
             )
         trainer = _trainer_of(state)
-        self._come_first(trainer)
+        self._take_places(trainer)
         if args.world_size == 1:
             return
         if inner.comm.size == 1:
@@ -116,15 +124,55 @@ class OneBitCallback(TrainerCallback):
         if state.log_history:  # holds a copy of `logs`, made just before
             state.log_history[-1].update(ours)
 
-    def _come_first(self, trainer: Any) -> None:
+    def _take_places(self, trainer: Any) -> None:
         """Before the callbacks of `report_to`, which would else report the logs before we add to them.
 
         The Trainer is going over this list by index now. Those before us move up by one, so none is left out or called
-        twice.
+        twice. And after all that may ask for a save.
         """
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
+        if self._before_saving in callbacks:  # since a former `train()`
+            callbacks.remove(self._before_saving)
+        callbacks.append(self._before_saving)
+
+
+class _BeforeSaving(TrainerCallback):
+    """Stands last, where it is known whether the Trainer is about to save."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._fold = Folding(wanted)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if control.should_save and not args.save_only_model:
+            self._fold(unwrapped(optimizer))
+
+    on_epoch_end = on_step_end
+    on_log = on_step_end
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: dict[str, float] | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if args.save_strategy == "best" and _is_best(args, state, metrics or {}) and not args.save_only_model:
+            self._fold(unwrapped(optimizer))
+        else:
+            self.on_step_end(args, state, control, optimizer)
+
+
+def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
+    """Whether the Trainer will find these metrics the best; with "best" it decides last, and saves without a word."""
+    name = str(args.metric_for_best_model)
+    value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+    if value is None or state.best_metric is None:
+        return value is not None
+    return bool(value > state.best_metric if args.greater_is_better else value < state.best_metric)
 
 
 def _trainer_of(state: Any) -> Any:

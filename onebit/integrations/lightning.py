@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.errors import ConfigError
 from onebit.integrations.ddp import attach, unwrapped
+from onebit.integrations.folding import Folding
 
 try:
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -37,12 +38,16 @@ class OneBitCallback(Callback):
     each worker's own, which are longer, in the compressed stage, and then scales every worker's by another factor (with
     16-mixed it refuses our optimizers). Give `max_grad_norm` here instead.
 
-    Lightning saves the optimizer of worker 0 alone. After a resume in the compressed stage the other workers set their
-    errors to zero and say so in the log.
+    Lightning saves the optimizer of worker 0 alone. So this callback calls `fold_errors` on all workers before each
+    save, by `ModelCheckpoint` or by `trainer.save_checkpoint`, unless it is of weights alone; then
+    `fit(..., ckpt_path=...)` loses nothing, with any number of workers. From a save on, the run has other bits than one
+    that does not save there; one that was interrupted and resumed has the same. Where it cannot be done, after a local
+    step of `ZeroOneAdam` or after an error has ended the run, the log says once what the file lacks.
 
     Args:
         max_grad_norm: clip the gradients of all workers by one factor, so that the norm of their mean is at most this,
             with the optimizer's `clip_grad_norm_`, before each step. None: do not.
+        fold_errors: False: saving changes nothing, and the files lack the errors of all workers but worker 0.
 
     Attributes:
         grad_norm: with `max_grad_norm`, the norm of the last step before clipping, float64 [], equal on all workers.
@@ -53,12 +58,29 @@ class OneBitCallback(Callback):
             optimizers.
     """
 
-    def __init__(self, max_grad_norm: float | None = None) -> None:
+    def __init__(self, max_grad_norm: float | None = None, fold_errors: bool = True) -> None:
         super().__init__()
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be above 0, or None for no clipping")
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
+        self._fold = Folding(fold_errors)
+        self._trainer: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without the trainer of the last training."""
+        return {**self.__dict__, "_trainer": None}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._trainer = None  # what is saved before the first step is equal on all workers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing of its own. Lightning asks on all workers for each save, just before it takes the optimizer's."""
+        if self._trainer is not None:
+            for optimizer in self._trainer.optimizers:
+                self._fold(unwrapped(optimizer), all_here=not self._trainer.interrupted)
+        return {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
@@ -67,6 +89,7 @@ class OneBitCallback(Callback):
                 f"clipping is asked for twice: by Trainer(gradient_clip_val={trainer.gradient_clip_val}) and by "
                 f"OneBitCallback(max_grad_norm={self.max_grad_norm}); leave gradient_clip_val out"
             )
+        self._trainer = trainer
         if trainer.world_size == 1:
             return
         model = trainer.strategy.model

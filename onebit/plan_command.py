@@ -1,0 +1,280 @@
+"""`onebit plan`: does it pay, by how much, and with which settings? The command's options and the files it writes."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from onebit import planner_sweep
+from onebit.errors import ConfigError
+from onebit.plan_figures import draw_map, draw_plan
+from onebit.plan_report import as_mapping, recipe_text, say, show
+from onebit.planner import plan
+from onebit.planner_inputs import Model, Network, Number, Range, Run, Setup, Shapes, Work, transformer_shapes
+
+NUMBER = "a number, or a range LOW..HIGH or LOW..LIKELY..HIGH"
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A number of parameters (336M); a transformers model type, config.json or name that is downloaded "
+            "already; or MODULE:FUNCTION, which returns a torch module or a list of shapes."
+        ),
+    ],
+    compute_ms: Annotated[
+        str, typer.Option(help=f"Forward and backward of one micro-batch, without communication: {NUMBER}.")
+    ],
+    workers: Annotated[int | None, typer.Option(help="Workers together; needed, except with --sweep.")] = None,
+    machines: Annotated[int | None, typer.Option(help="That they are on, equally many; by default one each.")] = None,
+    link_gbit_s: Annotated[
+        str | None, typer.Option(help="What a machine sends to others, as measured; needed, except with --sweep.")
+    ] = None,
+    latency_us: Annotated[str, typer.Option(help="Of a message between machines.")] = "50",
+    message_us: Annotated[str, typer.Option(help="What each message costs its sender, whatever its size.")] = "5",
+    local_gbit_s: Annotated[str, typer.Option(help="What a worker sends inside its machine.")] = "80",
+    oversubscription: Annotated[str, typer.Option(help="How many times less all links together carry.")] = "1",
+    half_duplex: Annotated[bool, typer.Option("--half-duplex", help="Links send or receive, not both.")] = False,
+    all_reduce: Annotated[str, typer.Option(help="ring, or by-machine: inside machines first.")] = "ring",
+    two_level: Annotated[
+        bool, typer.Option("--two-level", help="1 bit between machines only; 16 bits inside them.")
+    ] = False,
+    precision: Annotated[str, typer.Option(help="Of parameters: fp32 or bf16.")] = "fp32",
+    micro_batch: Annotated[int, typer.Option(help="Samples per worker, forward and backward at once.")] = 1,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    other_ms: Annotated[str, typer.Option(help="What else a step takes.")] = "0",
+    backward_share: Annotated[str, typer.Option(help="Of --compute-ms.")] = "0.67",
+    straggling: Annotated[str, typer.Option(help="Share by which the slowest worker is later than the mean.")] = "0",
+    overlap: Annotated[str, typer.Option(help="Share of what could run beside other work that does.")] = "1",
+    memory_gbyte_s: Annotated[str, typer.Option(help="What the device reads and writes.")] = "500",
+    kernel_factor: Annotated[
+        str, typer.Option(help="Kernels that compress, over their memory traffic: `onebit bench` shows it.")
+    ] = "1.4",
+    plain_factor: Annotated[str, typer.Option(help="The same of plain updates.")] = "0.8",
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the run.")] = 10_000,
+    freeze_step: Annotated[str, typer.Option(help="Share of the run before the switch.")] = "0.17",
+    price: Annotated[str, typer.Option(help="Of a machine for an hour.")] = "0",
+    family: Annotated[str, typer.Option(help="lamb or adam: of which one is recommended.")] = "lamb",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw into this file; its ending says the format.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Write the recommended settings for `onebit train`.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="A map: 2 to 4,096 workers, 0.1 to 100 Gbit/s, 0.1 to 100 B parameters.")
+    ] = False,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the map's cells; with --sweep.")] = None,
+    device_gbyte: Annotated[float, typer.Option(help="Memory of a worker; with --sweep.")] = 80.0,
+) -> None:
+    """Say beforehand what each method would cost on your machines, and whether compression pays."""
+    _check_together(sweep, workers, link_gbit_s, recipe, csv_file)
+    network = Network(
+        workers=2 if workers is None else workers,
+        workers_per_machine=_per_machine(workers, machines),
+        link_gbit_s=_amount(link_gbit_s or "1", "--link-gbit-s"),
+        latency_us=_amount(latency_us, "--latency-us"),
+        message_us=_amount(message_us, "--message-us"),
+        local_gbit_s=_amount(local_gbit_s, "--local-gbit-s"),
+        oversubscription=_amount(oversubscription, "--oversubscription"),
+        full_duplex=not half_duplex,
+        all_reduce=all_reduce,  # type: ignore[arg-type]  # checked there
+        two_level=two_level,
+    )
+    work = Work(
+        micro_step_s=_scaled(_amount(compute_ms, "--compute-ms"), 1e-3),
+        accumulation=accumulation,
+        micro_batch=micro_batch,
+        other_s=_scaled(_amount(other_ms, "--other-ms"), 1e-3),
+        backward_share=_amount(backward_share, "--backward-share"),
+        straggling=_amount(straggling, "--straggling"),
+        overlap=_amount(overlap, "--overlap"),
+        memory_gbyte_s=_amount(memory_gbyte_s, "--memory-gbyte-s"),
+        kernel_factor=_amount(kernel_factor, "--kernel-factor"),
+        plain_factor=_amount(plain_factor, "--plain-factor"),
+    )
+    run = Run(steps, _amount(freeze_step, "--freeze-step"), price_per_machine_hour=_amount(price, "--price"))
+    setup = Setup(Model(model_shapes(model), _width(precision)), network, work, run)
+    if sweep:
+        _sweep(setup, device_gbyte, as_json, plot, csv_file)
+        return
+    done = plan(setup, family)
+    if recipe is not None:
+        _write(recipe, recipe_text(done))
+    if plot is not None:
+        draw_plan(done, plot)
+    if as_json:
+        print(json.dumps(as_mapping(done), indent=1))
+        return
+    show(done)
+    for what, path in (("recipe", recipe), ("plot", plot)):
+        if path is not None:
+            say(f"{what}: {path}")
+
+
+# -- what was given ----------------------------------------------------------------------------------------------
+
+
+def _check_together(
+    sweep: bool, workers: int | None, link: str | None, recipe: Path | None, csv_file: Path | None
+) -> None:
+    if not sweep:
+        for flag, value in (("--workers", workers), ("--link-gbit-s", link)):
+            if value is None:
+                raise ConfigError(f"{flag} is not given; a plan needs it; give it, or --sweep for a map")
+        if csv_file is not None:
+            raise ConfigError(f"--csv is {str(csv_file)!r} without --sweep; it holds the map's cells; add --sweep")
+    elif recipe is not None:
+        raise ConfigError(f"--recipe is {str(recipe)!r} with --sweep; a map has no one recipe; leave one of them out")
+
+
+def _per_machine(workers: int | None, machines: int | None) -> int:
+    if machines is None:
+        return 1
+    if workers is None:
+        raise ConfigError(f"--machines is {machines} without --workers; give both, or neither")
+    if machines < 1 or workers % machines:
+        raise ConfigError(
+            f"--workers is {workers} and --machines is {machines}; workers must be a multiple of machines, at least 1 "
+            "each; change one of them"
+        )
+    return workers // machines
+
+
+def _amount(text: str, flag: str) -> Number:
+    """A number or a range."""
+    try:
+        values = [float(part) for part in text.split("..")]
+    except ValueError:
+        values = []
+    if len(values) not in (1, 2, 3) or not all(map(math.isfinite, values)):
+        raise ConfigError(f"{flag} is {text!r}; it must be {NUMBER}; correct the flag")
+    if len(values) == 1:
+        return values[0]
+    if sorted(values) != values:
+        raise ConfigError(f"{flag} is {text!r}; the numbers of a range must rise; correct the flag")
+    return Range(values[0], (values[0] + values[-1]) / 2 if len(values) == 2 else values[1], values[-1])
+
+
+def _scaled(value: Number, factor: float) -> Number:
+    if isinstance(value, Range):
+        return Range(value.low * factor, value.likely * factor, value.high * factor)
+    return value * factor
+
+
+def _width(precision: str) -> int:
+    if precision not in ("fp32", "bf16"):
+        raise ConfigError(f"--precision is {precision!r}; it must be fp32 or bf16; choose one of them")
+    return 4 if precision == "fp32" else 2
+
+
+def model_shapes(text: str) -> Shapes:
+    """The layers of what MODEL says.
+
+    Raises:
+        ConfigError: it is no number of parameters, no configuration and no function that gives a model.
+    """
+    if ":" in text and not Path(text).exists():
+        return _shapes_of(_called(text), text)
+    try:
+        count = float(text.rstrip("KMBT").replace("_", "").replace(",", "")) * SUFFIXES.get(text[-1:], 1.0)
+    except ValueError:
+        return _shapes_of(_configured(text), text)
+    if not 1 <= count <= 1e15 or count != round(count):
+        raise ConfigError(f"the model has {text} parameters; it must be a whole number from 1 to 1e15, such as 336M")
+    return transformer_shapes(round(count))
+
+
+def _called(text: str) -> Any:
+    """What MODULE:FUNCTION returns, without memory for its weights. What it prints goes to stderr."""
+    module, _, name = text.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        with torch.device("meta"), redirect_stdout(sys.stderr):
+            return getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise ConfigError(
+            f"the model {text!r} cannot be built: {type(error).__name__}: {error}; MODULE:FUNCTION must name a "
+            "function without arguments that can be imported from here"
+        ) from error
+    finally:
+        sys.path.pop(0)
+
+
+def _configured(text: str) -> Any:
+    """A transformers model from a config file, a model type or a name, without memory for its weights."""
+    import transformers
+
+    try:
+        if text in transformers.CONFIG_MAPPING:
+            config = transformers.CONFIG_MAPPING[text]()
+        else:
+            config = transformers.AutoConfig.from_pretrained(text, local_files_only=True)
+        with torch.device("meta"):
+            return transformers.AutoModel.from_config(config)
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"the model {text!r} cannot be used: {type(error).__name__}: {why}; give a number of parameters such as "
+            "336M, a transformers model type, name or config.json, or MODULE:FUNCTION"
+        ) from error
+
+
+def _shapes_of(model: Any, text: str) -> Shapes:
+    if isinstance(model, torch.nn.Module):
+        return tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
+    try:
+        shapes = tuple(tuple(int(size) for size in shape) for shape in model)
+    except TypeError:
+        shapes = ((-1,),)
+    if any(size < 0 for shape in shapes for size in shape):
+        raise ConfigError(
+            f"the model {text!r} is {type(model).__name__}; it must be a torch module or a list of shapes"
+        )
+    return shapes
+
+
+# -- the map -----------------------------------------------------------------------------------------------------
+
+
+def _sweep(setup: Setup, device_gbyte: float, as_json: bool, plot: Path | None, csv_file: Path | None) -> None:
+    cells = planner_sweep.sweep(setup, device_gbyte)
+    rows, lines = planner_sweep.as_rows(cells), planner_sweep.summary(cells)
+    if plot is not None:
+        draw_map(cells, plot)
+    if csv_file is not None:
+        try:
+            with csv_file.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        except OSError as error:
+            raise _unwritable(csv_file, error) from None
+    if as_json:
+        print(json.dumps({"summary": lines, "cells": rows}, indent=1))
+        return
+    for line in lines:
+        say(line)
+    for what, path in (("map", plot), ("cells", csv_file)):
+        if path is not None:
+            say(f"{what}: {path}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{str(path)!r} cannot be written: {error.strerror}; give a path in a folder that exists")
