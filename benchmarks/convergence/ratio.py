@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.comm import Comm
 from onebit.build import build_optimizer, lr_factor
+from onebit.comm import Comm
 from onebit.recipe import parse
 
 EVERY = 25

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import Comm, Solo, ring_all_reduce_bytes
 from onebit.build import build_optimizer, lr_factor
+from onebit.comm import Comm, Solo, ring_all_reduce_bytes
 from onebit.recipe import Recipe, parse, resolve
 from onebit.text import prepare
 
