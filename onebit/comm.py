@@ -28,6 +28,11 @@ from onebit.errors import CommError, ConfigError, MismatchError, OnebitError
 T = TypeVar("T")
 
 
+PIECE_BYTES = 2**19
+WHOLE_BYTES = 2 * PIECE_BYTES
+"""Longer messages travel in pieces over Gloo, which does not fill a link with a single one (docs/performance.md)."""
+
+
 class Pending:
     """A collective under way: `wait()` returns its result. Wait exactly once."""
 
@@ -133,6 +138,7 @@ class Distributed(Comm):
         self._size: int = dist.get_world_size(process_group)
         if self._rank < 0:
             raise ConfigError("this process is not a member of process_group; pass the group it belongs to")
+        self._in_pieces = dist.get_backend(process_group) == "gloo"
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._group is not None:
@@ -176,14 +182,29 @@ class Distributed(Comm):
         return [bytes(item[:size].tolist()) for item, size in zip(theirs, sizes, strict=True)]
 
     def _all_to_all(self, messages: Tensor) -> Pending:
-        received = torch.empty_like(messages)
+        if self._in_pieces and messages.shape[1] > WHOLE_BYTES:
+            return self._pieces(torch.split(messages, PIECE_BYTES, 1), self._all_to_all)
+        received, messages = torch.empty_like(messages), messages.contiguous()
         return self._start(
             received, lambda: dist.all_to_all_single(received, messages, group=self._group, async_op=True)
         )
 
     def _all_gather(self, message: Tensor) -> Pending:
+        if self._in_pieces and message.numel() > WHOLE_BYTES:
+            return self._pieces(torch.split(message, PIECE_BYTES), self._all_gather)
         received = message.new_empty(self.size, message.numel())
         return self._start(received, lambda: _gather_single(received.view(-1), message, self._group))
+
+    def _pieces(self, parts: Sequence[Tensor], exchange: Callable[[Tensor], Pending]) -> Pending:
+        """A long message as several that are under way at once."""
+        under_way = [exchange(part) for part in parts]
+        received = parts[0].new_empty(self.size, sum(part.shape[-1] for part in parts))
+
+        def finish() -> None:
+            for pending, place in zip(under_way, torch.split(received, PIECE_BYTES, 1), strict=True):
+                place.copy_(pending.wait())
+
+        return Pending(received, finish)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         self._run(lambda: dist.all_reduce(tensor, group=self._group))

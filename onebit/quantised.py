@@ -59,6 +59,12 @@ class QuantisedCodec(ChunkCodec):
         self._fill(message, x, chunk)
         return message
 
+    def decode(self, messages: Tensor) -> Tensor:
+        out = torch.zeros(self.bucket.numel, dtype=self.dtype, device=messages.device)
+        for chunk, row in enumerate(out.view(self.bucket.workers, -1)):
+            self._add(row, messages[chunk], chunk, 1)
+        return out
+
     def decode_chunk(self, message: Tensor, chunk: int) -> Tensor:
         out = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=message.device)
         return self._add(out, message, chunk, 1)
@@ -99,13 +105,16 @@ class QuantisedCodec(ChunkCodec):
             return
         wide = torch.zeros(self.bucket.chunk, dtype=torch.int8, device=x.device)
         self._quantise(x, chunk, wide, self._raw_scales(message, chunk))
-        torch.add(wide[0::2] & 15, wide[1::2] << 4, out=integers)
+        pairs = wide.view(torch.int16)  # the first of two integers is the low byte
+        integers.copy_((pairs & 15).bitwise_or_((pairs >> 4).bitwise_and_(240)))
 
     def _add(self, out: Tensor, message: Tensor, chunk: int, sign: Literal[1, -1]) -> Tensor:
         """out += sign * what the message says, in place, [chunk]."""
         integers = self._integers(message)
         if self.quantum_bits == 4:
-            integers = torch.stack([(integers << 4) >> 4, integers >> 4], 1).flatten()
+            pairs = integers.to(torch.int16)
+            low = (pairs << 12).bitwise_right_shift_(12).bitwise_and_(255)
+            integers = pairs.bitwise_right_shift_(4).bitwise_left_shift_(8).bitwise_or_(low).view(torch.int8)
         self._dequantise(out, chunk, integers, self._raw_scales(message, chunk), sign)
         return out
 

@@ -23,7 +23,16 @@ from processes import End, WorkerDied, WorkersTooSlow, end_of_processes, run_pro
 from torch import Tensor
 
 from onebit import checks
-from onebit.comm import Comm, Distributed, Solo, check_same, default_comm, ring_all_reduce_bytes
+from onebit.comm import (
+    PIECE_BYTES,
+    WHOLE_BYTES,
+    Comm,
+    Distributed,
+    Solo,
+    check_same,
+    default_comm,
+    ring_all_reduce_bytes,
+)
 from onebit.errors import CommError, ConfigError, MismatchError
 from onebit.virtual import run_workers
 from onebit.weights import Weights
@@ -517,3 +526,26 @@ def test_check_in_lists_what_is_allowed():
     assert checks.check_in("ratio", "sqrt", ("sqrt", "variance")) == "sqrt"
     with pytest.raises(ConfigError, match="ratio is 'sqr'; allowed are 'sqrt', 'variance'"):
         checks.check_in("ratio", "sqr", ("sqrt", "variance"))
+
+
+def long_messages(comm: Comm) -> list[bool]:
+    """Around the lengths at which messages are cut; two under way at once, as buckets are."""
+    same = []
+    for size in (WHOLE_BYTES - 1, WHOLE_BYTES, WHOLE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 5):
+        before = comm.payload_bytes
+        rows = [torch.arange(size, dtype=torch.int64) * (7 + comm.rank) + to for to in range(comm.size)]
+        sent = torch.stack(rows).to(torch.uint8)
+        pending = comm.all_to_all(sent), comm.all_gather(sent[0])
+        expected = torch.arange(size, dtype=torch.int64)
+        for source, row in enumerate(pending[0].wait()):
+            same.append(torch.equal(row, (expected * (7 + source) + comm.rank).to(torch.uint8)))
+        for source, row in enumerate(pending[1].wait()):
+            same.append(torch.equal(row, (expected * (7 + source)).to(torch.uint8)))
+        same.append(comm.payload_bytes - before == 2 * (comm.size - 1) * size)
+    return same
+
+
+def test_long_messages_arrive_whole_and_are_counted_as_before():
+    for same in run_processes(3, long_messages):
+        assert len(same) == 5 * 7
+        assert all(same)
