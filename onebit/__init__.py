@@ -1,5 +1,6 @@
 """1-bit LAMB and relatives: optimizers whose workers exchange one bit per parameter."""
 
+from onebit import checkpoint as checkpoint
 from onebit.checked import Checked
 from onebit.codec import OneBit
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
