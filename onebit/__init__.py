@@ -1,6 +1,8 @@
 """1-bit LAMB and relatives: optimizers whose workers exchange one bit per parameter."""
 
-from onebit import checkpoint as checkpoint
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from onebit.checked import Checked
 from onebit.codec import OneBit
 from onebit.errors import CommError, ConfigError, LayoutError, MismatchError, OnebitError
@@ -41,3 +43,10 @@ __all__ = [
     "attach",
     "run_workers",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """`onebit.checkpoint`, which is imported when it is first used."""
+    if name == "checkpoint":
+        return _import_module("onebit.checkpoint")
+    raise AttributeError(f"module 'onebit' has no attribute {name!r}")

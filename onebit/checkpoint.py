@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from onebit.checkpoint_files import complete, read_manifest, verify, write
-from onebit.checkpoint_state import RESERVED, Saved, Tree, apply, collect, inner, read, whole
+from onebit.checkpoint_state import RESERVED, Before, Saved, Tree, apply, collect, inner, read, whole
 from onebit.checks import check_whole
 from onebit.comm import Comm, all_or_none, beside_training, check_same
 from onebit.errors import ConfigError
@@ -56,6 +56,7 @@ class Saving:
     def __init__(self, work: Callable[[], Path], asynchronous: bool) -> None:
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self.reported = False  # whether somebody has waited for it, and heard what went wrong
         self._work, self._thread = work, threading.Thread(target=self._run, name="onebit checkpoint")
         if asynchronous:
             self._thread.start()
@@ -72,6 +73,7 @@ class Saving:
         """Its folder, once it is complete. Raises what went wrong."""
         if self._thread.ident is not None:
             self._thread.join()
+        self.reported = True
         if self._error is not None:
             raise self._error
         assert self._path is not None
@@ -115,19 +117,20 @@ def save(
     Raises:
         ConfigError: on all processes: something cannot be saved safely, or not be written.
     """
-    check_whole("step", step, 0)
-    check_whole("keep", keep, 1)
     folder = Path(folder).resolve()
     comm, group = _side(optimizer)
-    _finish(folder)
+    all_or_none(comm, lambda: _finish(folder))
     tensors: dict[str, Tensor] = {}
 
     def everything() -> tuple[Tree, Tree]:
+        check_whole("step", step, 0)
+        check_whole("keep", keep, 1)
         shared, own = collect(comm.rank, whole(model), inner(optimizer), _named(scheduler, scaler, others), tensors)
         return {**shared, "progress": pack(progress, "progress", tensors)}, own
 
-    shared, own = all_or_none(comm, everything)
-    check_same(comm, "progress", [("progress", json.dumps(shared["progress"]))])
+    shared, own = all_or_none(comm, lambda: _collected(everything))
+    same = [("folder", str(folder)), ("step", str(step)), ("progress", json.dumps(shared["progress"]))]
+    check_same(comm, "what is saved", same)
     if asynchronous:
         tensors = {name: value.detach().clone() for name, value in tensors.items()}
     owns = [json.loads(part) for part in comm.all_gather_bytes(json.dumps(own).encode())]
@@ -154,7 +157,8 @@ def load(
 ) -> Loaded:
     """Go on from a checkpoint, the last complete one or that of `step`. A collective, as `save`.
 
-    What is not given is not loaded. With as many processes as saved it, random states are put back too.
+    What is not given is not loaded. With as many processes as saved it, random states are put back too. A copy of
+    what it is loaded into is held meanwhile, and put back if something fails in the middle.
 
     Args:
         check: called with `progress` and the number of processes that saved it before anything is changed; it may
@@ -166,23 +170,25 @@ def load(
     """
     folder = Path(folder).resolve()
     comm, _ = _side(optimizer)
-    _finish(folder)
+    all_or_none(comm, lambda: _finish(folder))
     path = _chosen(folder, step, comm)
     manifest = all_or_none(comm, lambda: read_manifest(path))
     all_or_none(comm, lambda: _on_disk(lambda: verify(path, manifest["files"], comm.rank, comm.size), path))
+    saved = all_or_none(comm, lambda: _on_disk(lambda: Saved(path, manifest, comm), path))
+    given = {"model": whole(model), "optimizer": inner(optimizer)}
+    named = all_or_none(comm, lambda: _named(scheduler, scaler, others))
+    progress = all_or_none(comm, lambda: _on_disk(lambda: saved.part(saved.shared["progress"]), path))
+    all_or_none(comm, lambda: None if check is None else check(progress, saved.processes))
+    plan = all_or_none(comm, lambda: _on_disk(lambda: read(saved, given, named), path))
+    before = all_or_none(comm, lambda: _on_disk(lambda: Before(given, named), path))
     try:
-        saved = Saved(path, manifest, comm)
-        given = {"model": whole(model), "optimizer": inner(optimizer)}
-        named = _named(scheduler, scaler, others)
-        progress = all_or_none(comm, lambda: _on_disk(lambda: saved.part(saved.shared["progress"]), path))
-        all_or_none(comm, lambda: None if check is None else check(progress, saved.processes))
-        plan = all_or_none(comm, lambda: _on_disk(lambda: read(saved, given, named), path))
         all_or_none(comm, lambda: _on_disk(lambda: apply(saved, given, named, plan), path))
-    except KeyError as error:
-        raise ConfigError(f"the checkpoint {str(path)!r} lacks {error}; load another one") from None
+    except BaseException:
+        before.put_back()
+        raise
     if comm.rank == 0 and saved.processes != comm.size:
         log.info("%d processes go on from what %d saved; random states are new", comm.size, saved.processes)
-    return Loaded(int(manifest["step"]), progress, saved.processes, path)
+    return Loaded(saved.step, progress, saved.processes, path)
 
 
 def _named(scheduler: Any, scaler: Any, others: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -205,9 +211,16 @@ def wait(folder: str | Path) -> None:
 
 
 def _finish(folder: Path) -> None:
-    saving = _last.pop(folder, None)
-    if saving is not None:
-        saving.wait()
+    """Whatever is being written, wherever: all of it talks in one group. `folder`: whose errors are raised here."""
+    for place, saving in list(_last.items()):
+        del _last[place]
+        try:
+            if not saving.reported:
+                saving.wait()
+        except ConfigError as error:
+            if place == folder:
+                raise
+            log.warning("%s", error)
 
 
 def _side(optimizer: Any) -> tuple[Comm, Any]:
@@ -236,11 +249,25 @@ def _chosen(folder: Path, step: int | None, comm: Comm) -> Path:
     return folder / comm.all_gather_bytes(all_or_none(comm, choose).encode())[0].decode()
 
 
+def _collected(action: Callable[[], Any]) -> Any:
+    """Do it; what somebody's state_dict raises is one ConfigError, so that no other process waits for this one."""
+    try:
+        return action()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the state cannot be collected: {type(error).__name__}: {error}") from error
+
+
 def _on_disk(action: Callable[[], Any], path: Path) -> Any:
     """Do it; what the disk or the format makes of it is one ConfigError."""
     try:
         return action()
     except (ConfigError, KeyboardInterrupt, SystemExit):
         raise
+    except KeyError as error:
+        raise ConfigError(f"the checkpoint {str(path)!r} lacks {error}; load another one") from error
     except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
-        raise ConfigError(f"the checkpoint {str(path)!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f"{type(error).__name__}: {lines[0][:300] if lines else repr(error)}"
+        raise ConfigError(f"the checkpoint {str(path)!r} cannot be loaded: {said}; load another one") from error

@@ -2,6 +2,7 @@
 
     FOLDER/step-00000100/checkpoint.json        what JSON can say, and the checksums of all other files
     FOLDER/step-00000100/shard-00001-...        tensors of the first process, safetensors, and so on
+    FOLDER/step-00000090.1/                     written after the run was set back from step 100: the later one
     FOLDER/step-00000200.partial/               not complete: is being written, or its writer was killed
 
 Tensors are written and read by torch.distributed.checkpoint, in the format of safetensors.
@@ -10,6 +11,7 @@ Tensors are written and read by torch.distributed.checkpoint, in the format of s
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +28,8 @@ from onebit.comm import Comm, all_or_none
 from onebit.errors import ConfigError
 from onebit.sharding import local
 
+log = logging.getLogger("onebit")
+
 MANIFEST = "checkpoint.json"
 FORMAT = 1
 PARTIAL = ".partial"
@@ -33,15 +37,20 @@ NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:
-    """The steps and folders of all complete checkpoints, oldest first; written again later counts as later."""
+    """The steps and folders of all complete checkpoints, in the order in which they were written."""
+    return [(step, path) for _, step, path in _complete(folder)]
+
+
+def _complete(folder: Path) -> list[tuple[int, int, Path]]:
+    """The same with how often the run had been set back before."""
     if not folder.is_dir():
         return []
     found = []
     for path in folder.iterdir():
         match = NAME.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
-            found.append((int(match[1]), int(match[2] or 0), path))
-    return [(step, path) for step, _, path in sorted(found)]
+            found.append((int(match[2] or 0), int(match[1]), path))
+    return sorted(found)
 
 
 def write(
@@ -62,13 +71,18 @@ def write(
     """
     partial = folder / f"step-{step:08d}{PARTIAL}"
     all_or_none(comm, (lambda: _make_empty(partial)) if comm.rank == 0 else lambda: None)
+    all_or_none(comm, lambda: _check_shared(partial))
     files = all_or_none(comm, lambda: _write_tensors(partial, tensors, comm, group))
     every: dict[str, list[int]] = {}
     for part in comm.all_gather_bytes(json.dumps(files).encode()):
         every |= json.loads(part)
-    target = _target(folder, step)
+    named = _target(folder, step) if comm.rank == 0 else ""
+    target = folder / comm.all_gather_bytes(named.encode())[0].decode()
 
     def publish() -> None:
+        for name, (size, _) in every.items():
+            if not (partial / name).is_file() or (partial / name).stat().st_size != size:
+                raise OSError(None, f"{name}, which another process wrote, is not there; all need the same disk")
         content = {"format": FORMAT, "step": step, "files": every, **manifest}
         text = json.dumps(content, allow_nan=False)
         _write_file(partial / MANIFEST, json.dumps({"content": content, "crc32": zlib.crc32(text.encode())}).encode())
@@ -82,10 +96,19 @@ def write(
 
 def _make_empty(partial: Path) -> None:
     def make() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in [partial, *partial.parent.glob(f"step-*{PARTIAL}")]:
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
 
     _guarded(make, partial)
+
+
+def _check_shared(partial: Path) -> None:
+    if not partial.is_dir():
+        raise ConfigError(
+            f"the checkpoint's folder {str(partial)!r}, which process 0 has made, is not there on this process; all "
+            "processes need the same disk under the same path"
+        )
 
 
 def _write_tensors(partial: Path, tensors: dict[str, Tensor], comm: Comm, group: Any) -> dict[str, list[int]]:
@@ -119,20 +142,24 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _target(folder: Path, step: int) -> Path:
-    """A name that is not taken: the step may have been written before the run was set back."""
-    target, again = folder / f"step-{step:08d}", 0
-    while target.exists():
-        again += 1
-        target = folder / f"step-{step:08d}.{again}"
-    return target
+def _target(folder: Path, step: int) -> str:
+    """The name of a checkpoint: after a run was set back, steps are written again, and what they follow counts less."""
+    before = _complete(folder)
+    turn, last, _ = before[-1] if before else (0, -1, folder)
+    turn += step <= last
+    return f"step-{step:08d}" + (f".{turn}" if turn else "")
 
 
 def _remove_old(folder: Path, keep: int) -> None:
+    """What goes wrong here is logged: the new checkpoint is there."""
     for _, path in complete(folder)[:-keep]:
         gone = path.with_name(path.name + PARTIAL)
-        path.rename(gone)  # else a kill in the middle would leave what looks complete
-        shutil.rmtree(gone, ignore_errors=True)
+        try:
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)  # else a kill in the middle would leave what looks complete
+            shutil.rmtree(gone)
+        except OSError as error:
+            log.warning("the old checkpoint %s cannot be removed: %s", path, error.strerror or error)
 
 
 def _write_file(path: Path, content: bytes) -> None:
@@ -180,13 +207,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         content = sealed["content"]
         whole = sealed["crc32"] == zlib.crc32(json.dumps(content, allow_nan=False).encode())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{str(path / MANIFEST)!r} cannot be read ({error!r}); load another checkpoint") from None
+        why = f"{type(error).__name__}: {str(error)[:200]!r}"
+        raise ConfigError(f"{str(path / MANIFEST)!r} cannot be read ({why}); load another checkpoint") from None
     if not whole:
         raise ConfigError(f"{str(path / MANIFEST)!r} is damaged: its checksum does not fit; load another checkpoint")
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("files"), dict):
+        found = content.get("format") if isinstance(content, dict) else content
         raise ConfigError(
-            f"{str(path / MANIFEST)!r} has format {content.get('format') if isinstance(content, dict) else content!r}; "
-            f"{FORMAT} is known here; load what this library saved"
+            f"{str(path / MANIFEST)!r} has format {repr(found)[:40]}, or no list of files; {FORMAT} is known here; "
+            "load what this library saved"
         )
     return content
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,18 @@ def collect(
         own |= {"optimizer": pack(mine, f"process.{rank}.optimizer", tensors), "shard": shard}
         own |= {"worker": optimizer.comm.rank, "common": kept if optimizer.comm.rank == 0 else None}
     elif optimizer is not None:
-        shared["optimizer"] = pack(optimizer.state_dict(), "optimizer", tensors)
+        state = optimizer.state_dict()
+        if any(is_sharded(v) for s in state["state"].values() for v in s.values() if isinstance(v, Tensor)):
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds sharded state (DTensor), which is saved for onebit's optimizers "
+                "only; save it with torch.distributed.checkpoint itself"
+            )
+        shared["optimizer"] = pack({"class": type(optimizer).__name__, "state": state}, "optimizer", tensors)
     for name, part in named.items():
-        own[name] = pack(part.state_dict(), f"process.{rank}.{name}", tensors)
+        state = part.state_dict()
+        if not isinstance(state, dict):
+            raise ConfigError(f"{name}.state_dict() is a {type(state).__name__}; it must be a dict")
+        own[name] = pack(state, f"process.{rank}.{name}", tensors)
     return shared, own
 
 
@@ -116,10 +126,16 @@ class Saved:
     """A checkpoint, as seen from one process."""
 
     def __init__(self, path: Path, manifest: Tree, comm: Comm) -> None:
+        for name, kind in {"step": int, "processes": int, "shared": dict, "own": list}.items():
+            if type(manifest.get(name)) is not kind:
+                raise _damaged(path, f"{name} is {manifest.get(name)!r:.60}, not of type {kind.__name__}")
+        if len(manifest["own"]) != manifest["processes"] or any(type(own) is not dict for own in manifest["own"]):
+            raise _damaged(path, f"it does not hold one table for each of {manifest['processes']} processes")
         self.path, self.comm = path, comm
+        self.step: int = manifest["step"]
         self.shared: Tree = manifest["shared"]
         self.owns: list[Tree] = manifest["own"]
-        self.processes = int(manifest["processes"])
+        self.processes: int = manifest["processes"]
         self.tensors = Tensors(path)
         self.mine = self.owns[comm.rank if self.processes == comm.size else 0]
 
@@ -151,6 +167,24 @@ class Saved:
             yield {**state, "onebit": {**common.get("onebit", {}), **mine["onebit"], "rank": rank}}
 
 
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"the checkpoint {str(path)!r} is not as this library writes one: {what}; load another one")
+
+
+class Before:
+    """What is to be loaded into, as it was before: copies, so that a load that fails in the middle changes nothing."""
+
+    def __init__(self, given: Tree, named: dict[str, Any]) -> None:
+        self._parts = [part for part in (given["optimizer"], *named.values(), given["model"]) if part is not None]
+        self._states = [copy.deepcopy(part.state_dict()) for part in self._parts]
+        self._random = _random_states()
+
+    def put_back(self) -> None:
+        for part, state in zip(self._parts, self._states, strict=True):
+            part.load_state_dict(state)
+        _set_random_states(self._random)
+
+
 def read(saved: Saved, given: Tree, named: dict[str, Any]) -> Tree:
     """Read what is to be loaded, and see that it fits, before anything is changed."""
     plan: Tree = {}
@@ -160,11 +194,41 @@ def read(saved: Saved, given: Tree, named: dict[str, Any]) -> Tree:
         plan[name] = saved.part(saved.mine[name])
         if plan[name].keys() != (here := part.state_dict()).keys():
             raise ConfigError(f"the {name} that was saved has {sorted(plan[name])}, this one {sorted(here)}")
+        if odd := _other_kind(plan[name], here):
+            raise ConfigError(f"the {name} that was saved has {odd}; load another checkpoint, or build the same {name}")
     if given["model"] is not None:
         plan["model"] = _read_model(saved, given["model"])
     if given["optimizer"] is not None and not isinstance(given["optimizer"], FlatOptimizer):
-        plan["optimizer"] = saved.part(saved.shared["optimizer"])
+        found, mine = saved.part(saved.shared["optimizer"]), type(given["optimizer"]).__name__
+        if found["class"] != mine:
+            raise ConfigError(f"the optimizer that was saved is a {found['class']}, this one a {mine}")
+        plan["optimizer"] = found["state"]
     return plan
+
+
+def _other_kind(saved: Any, here: Any, where: str = "") -> str:
+    """The first value of a part that is of another kind than what it would replace, in words; empty without one.
+
+    None stands for any kind, and of dicts and lists that grow what both have is compared.
+    """
+    if saved is None or here is None:
+        return ""
+    if _kind(saved) != _kind(here):
+        return f"{where.removeprefix('.')} of type {type(saved).__name__}, and this one {type(here).__name__}"
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(saved, dict):
+        pairs = [(key, saved[key], here[key]) for key in saved if key in here]
+    elif isinstance(saved, list | tuple):
+        pairs = zip(range(len(saved)), saved, here, strict=False)
+    return next((odd for key, was, now in pairs if (odd := _other_kind(was, now, f"{where}.{key}"))), "")
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, bool):
+        return bool
+    return next(
+        (kind for kind in (int | float, str, Tensor, dict, list | tuple) if isinstance(value, kind)), type(value)
+    )
 
 
 def _read_model(saved: Saved, model: nn.Module) -> Tree:
@@ -178,6 +242,9 @@ def _read_model(saved: Saved, model: nn.Module) -> Tree:
     for name, value in here.items():
         for tensor in names_in(packed[name]):
             shape, dtype = saved.tensors.shapes[tensor]
+            if packed[name] != ["!tensor", tensor]:  # a tensor in what get_extra_state gave
+                into[tensor] = torch.empty(shape, dtype=dtype)
+                continue
             if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
                 what = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 raise ConfigError(f"{name} is {what} here and was {shape} {dtype} when it was saved")

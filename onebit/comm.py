@@ -255,9 +255,19 @@ def beside_training() -> tuple[Comm, Any]:
         return comm, None
     world = id(dist.group.WORLD)
     if world not in _beside:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=_timeout())
         _beside[world] = (Distributed(group), group)
     return _beside[world]
+
+
+def _timeout() -> Any:
+    """That of the default group; None, torch's own, where it does not say."""
+    for device in ("cuda", "cpu"):
+        try:
+            return dist.group.WORLD._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
 
 
 def meeting_place(comm: Comm) -> Any:

@@ -2,11 +2,16 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from onebit.errors import ConfigError
+
 Keys = Mapping[str, Sequence[str]]  # section -> its keys
+DEEPEST = 20  # a recipe needs few levels, and very many exhaust Python's stack
+LONGEST = 4096  # characters, as many as a path may have
 RULE = ("threshold", "look_back", "min_steps", "max_steps")  # the keys of `freeze_step` as a table
 
 
@@ -66,7 +71,7 @@ def _unknown_key(where: list[str], keys: Keys) -> str:
     if where[2:3] == ["FreezeRule"]:
         (closest,) = difflib.get_close_matches(where[-1], RULE, 1, 0.0)
         return (
-            f"recipe: unknown key 'optimizer.freeze_step.{where[-1]}'; the nearest known key is "
+            f"recipe: unknown key {'optimizer.freeze_step.' + where[-1]!r}; the nearest known key is "
             f"'optimizer.freeze_step.{closest}'; the rule knows {', '.join(RULE)}"
         )
     wrong = ".".join(where)
@@ -79,3 +84,28 @@ def _unknown_key(where: list[str], keys: Keys) -> str:
         allowed = f"[{where[0]}] knows " + ", ".join(keys.get(where[0], ()))
     nearest = nearest or difflib.get_close_matches(wrong, dotted, 1, 0.0)
     return f"recipe: unknown key {wrong!r}; the nearest known key is {nearest[0]!r}; {allowed}"
+
+
+def check_size(raw: dict[str, Any], path: Path) -> None:
+    """What TOML may hold and no recipe needs, and what errors could not show: refused before anything looks at it.
+
+    Raises:
+        ConfigError: whole numbers beyond 64 bits; very long keys or strings; tables in tables in tables.
+    """
+    level: list[Any] = [raw]
+    for _ in range(DEEPEST):
+        keys = [key for held in level if isinstance(held, dict) for key in held]
+        level = [part for held in level for part in (held.values() if isinstance(held, dict) else held)]
+        if long := [text for text in (*keys, *level) if isinstance(text, str) and len(text) > LONGEST]:
+            raise ConfigError(
+                f"recipe {str(path)!r} has a key or string of {len(long[0])} characters, {long[0][:20]!r}...; at most "
+                f"{LONGEST} are allowed; shorten it"
+            )
+        if any(isinstance(part, int) and not -(2**63) <= part < 2**63 for part in level):
+            raise ConfigError(f"recipe {str(path)!r} has a whole number of more than 64 bits; give a smaller one")
+        level = [part for part in level if isinstance(part, dict | list)]
+    if level:
+        raise ConfigError(
+            f"recipe {str(path)!r} has tables or lists that lie more than {DEEPEST} deep in each other; a recipe needs "
+            "few; take some out"
+        )

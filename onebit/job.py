@@ -270,8 +270,14 @@ class Job:
             freeze_step=self.optimizer.freeze_step if isinstance(self.optimizer, OneBitOptimizer) else None,
             freeze_reason=self.optimizer.freeze_reason if isinstance(self.optimizer, OneBitOptimizer) else "",
             versions=versions(),
-            recipe=_in_words(self.recipe.model_dump(mode="json", exclude={"variants"})),
+            recipe=in_words(self.recipe),
         )
+
+
+def in_words(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as a summary holds it."""
+    words: dict[str, Any] = _in_words(recipe.model_dump(mode="json", exclude={"variants"}))
+    return words
 
 
 def _in_words(value: Any) -> Any:

@@ -30,8 +30,12 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else ["!float", str(value)]
     if isinstance(value, Tensor):
-        tensors[name] = value
-        return ["!tensor", name]
+        again, unique = 0, name
+        while unique in tensors:  # keys with dots in them, or 1 and "1", can lead to the same path
+            again += 1
+            unique = f"{name}#{again}"
+        tensors[unique] = value
+        return ["!tensor", unique]
     if isinstance(value, torch.dtype):
         return ["!dtype", str(value).removeprefix("torch.")]
     if isinstance(value, list | tuple):
@@ -89,7 +93,9 @@ def names_in(value: Any) -> list[str]:
         return []
     if value and value[0] == "!tensor":
         return [str(name) for name in value[1:]]
-    return [name for part in value for name in names_in(part)]
+    pairs = value and value[0] in ("!dict", "!counter")
+    parts = [pair[-1] for pair in value[1:] if isinstance(pair, list) and pair] if pairs else value
+    return [name for part in parts for name in names_in(part)]
 
 
 def _refused(what: str) -> ConfigError:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from onebit.averaging import BITS, Transport
 from onebit.errors import ConfigError
-from onebit.faults import sentence
+from onebit.faults import check_size, sentence
 from onebit.freeze import AutoFreeze, Settling
 from onebit.variants import NAME, select, tables, withdraw
 
@@ -277,8 +277,9 @@ def load(path: Path, overrides: Mapping[str, Any]) -> Recipe:
         raise ConfigError(
             f"recipe {str(path)!r} cannot be read: {_reason(error)}; give the path of a TOML file"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is the former, too
         raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}; correct that line") from None
+    check_size(raw, path)
     data = raw.get("data")
     if isinstance(data, dict) and isinstance(data.get("text"), list):
         data["text"] = [str(path.parent / t) if isinstance(t, str) else t for t in data["text"]]
@@ -345,6 +346,10 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         choose("model", "max_position_embeddings", data.sequence_length, "the sequence length")
     if train.eval_every == "auto":
         choose("train", "eval_every", max(1, math.ceil(train.steps / 10)), "ten evaluations a run")
+    if train.restarts == "auto":
+        changes["train"]["restarts"] = 0
+        if train.checkpoint_every:
+            choose("train", "restarts", 3, f"from checkpoints every {train.checkpoint_every} steps")
     if isinstance(train.lr_warmup, float):
         choose("train", "lr_warmup", recipe.lr_warmup_steps, f"{train.lr_warmup:g} of {train.steps} steps")
     if isinstance(recipe.freeze_rule, int) and recipe.freeze_rule != optimizer.freeze_step:

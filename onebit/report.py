@@ -58,12 +58,13 @@ class Summary:
     recipe: dict[str, Any] = field(repr=False)
 
 
-def check_out(out: Path, overwrite: bool) -> None:
+def check_out(out: Path, overwrite: bool, resume: bool = False) -> None:
     """Raise ConfigError unless a run may put its results at `out`. Changes nothing on disk.
 
     Args:
         out: where to; what is there must be an empty folder.
         overwrite: or one with the results of an earlier run or comparison, and nothing else's.
+        resume: whether the checkpoints of a run that was broken off there are to be used.
     """
     try:
         place = out.resolve()
@@ -76,6 +77,12 @@ def check_out(out: Path, overwrite: bool) -> None:
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"output folder {str(out)!r} cannot be used: {reason}; choose another with --out") from None
+    left = place.with_name(place.name + ".partial") / "checkpoints"
+    if not (overwrite or resume) and left.is_dir() and any(left.glob("step-*")):
+        raise ConfigError(
+            f"{str(left)!r} holds checkpoints of a run that was broken off; --resume goes on with it, --overwrite "
+            "starts anew, or choose another folder with --out"
+        )
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"output folder {str(out)!r} cannot be made in {str(parent)!r}; choose another with --out")
 
@@ -182,9 +189,13 @@ class Metrics:
         """`resumed_at`: keep the lines up to this step that an earlier attempt wrote, and those without a step."""
         self._path = path
         with writing(path):
-            kept = [] if resumed_at is None or not path.exists() else _lines_until(path, resumed_at)
-            self._file: TextIO = path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            if resumed_at is None or not path.exists():
+                self._file: TextIO = path.open("w", encoding="utf-8")
+                return
+            kept = path.with_name(path.name + ".kept")
+            kept.write_text("".join(_lines_until(path, resumed_at)), encoding="utf-8")
+            kept.replace(path)  # at once: another kill loses nothing
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: object) -> None:
         """Append one line; null stands for a number that is not finite.
@@ -210,8 +221,9 @@ def _lines_until(path: Path, step: int) -> list[str]:
     """The whole lines of a metrics file that are of this step or an earlier one."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line).get("step", 0) <= step:
-            kept.append(line)
+        with suppress(ValueError):  # a line that was cut short, or damaged
+            if line.endswith("\n") and json.loads(line).get("step", 0) <= step:
+                kept.append(line)
     return kept
 
 

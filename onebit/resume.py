@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -106,8 +105,15 @@ class Checkpoints:
         return loaded.step
 
     def _fits(self, progress: Any, saved: int, workers: int) -> None:
-        for (name, was), (_, now) in zip(progress["recipe"], self._recipe, strict=True):
-            if was != now:
+        before, here = dict(progress["recipe"]), dict(self._recipe)
+        if odd := sorted(before.keys() ^ here.keys()):
+            which = "this run" if odd[0] in before else "the run that was saved"
+            raise ConfigError(
+                f"{which} has no {odd[0]}: it was saved by another version of onebit; resume it with that version, or "
+                "start another run"
+            )
+        for name, now in here.items():
+            if (was := before[name]) != now:
                 raise ConfigError(
                     f"{name} is {now} and was {was} when the run was saved; resume it with the recipe it was started "
                     "with, or start another run"
@@ -123,10 +129,6 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for what is being written. A collective."""
         checkpoint.wait(self.folder)
-
-    def remove(self) -> None:
-        """On worker 0, when the run is done."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 BEAT_S = 1.0

@@ -8,6 +8,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from onebit import checkpoint
 from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same
 from onebit.errors import CommError, ConfigError, OnebitError
-from onebit.job import Job
+from onebit.job import Job, in_words
 from onebit.kernels import choose
 from onebit.recipe import Recipe, freeze_flag, load, parse, resolve
 from onebit.report import (
@@ -40,10 +41,13 @@ from onebit.report import (
     Output,
     Summary,
     check_out,
+    finite_or_nan,
+    read_summary,
     summary_table,
+    to_json,
     writing,
 )
-from onebit.resume import Checkpoints
+from onebit.resume import FOLDER, MAY_CHANGE, Checkpoints
 from onebit.text import SPECIAL_TOKENS, generator, prepare
 from onebit.virtual import run_workers
 
@@ -72,11 +76,17 @@ def run(recipe: Recipe, comm: Comm, device: torch.device, out: Path, display: Di
     recipe = resolve(recipe.model_copy(update={"train": train}))[0]
     settings = [(f"{section}.{key}", str(value)) for section, part in recipe for key, value in part if key != "text"]
     check_same(comm, "recipes", settings)
+    output = Output(out)
+    if resume and (done := _done(recipe, comm, output)) is not None:
+        if comm.rank == 0:
+            display.say(f"nothing to resume: the run in {out} is complete")
+        return done
     corpus = prepare(recipe, comm)
     job = Job(recipe, comm, device, corpus)
-    output = Output(out)
     job.checkpoints = Checkpoints(recipe, corpus, output.folder)
     at = _begin(job, output, resume)
+    if resume and at is None and comm.rank == 0:
+        display.say("no checkpoint to resume from: the run starts anew")
     try:
         _train(job, output, display, at)
     except CommError as error:
@@ -103,6 +113,22 @@ def _train(job: Job, output: Output, display: Display, at: int | None) -> None:
             job.train(metrics, display, layers)
     else:
         job.train(None, None)
+
+
+def _done(recipe: Recipe, comm: Comm, output: Output) -> Summary | None:
+    """The outcome of this very run, if it is there already: a worker may have died after the end. A collective."""
+    mine = ""
+    if comm.rank == 0 and (output.final / SUMMARY).is_file() and not output.folder.exists():
+        summary = read_summary(output.final)
+        same = {"train": {**summary.recipe.get("train", {}), **dict.fromkeys(MAY_CHANGE)}}
+        here = in_words(recipe)
+        if {**summary.recipe, **same} == {**here, "train": {**here["train"], **dict.fromkeys(MAY_CHANGE)}}:
+            mine = json.dumps(to_json(asdict(summary)))
+    found = comm.all_gather_bytes(mine.encode())[0]
+    if not found:
+        return None
+    values = json.loads(found)
+    return Summary(**values | {"eval_loss": finite_or_nan(values["eval_loss"])})
 
 
 def _begin(job: Job, output: Output, resume: bool) -> int | None:
@@ -169,9 +195,8 @@ def _save(job: Job, output: Output, summary: Summary) -> None:
         job.model.save_pretrained(output.folder / "model")
         tokenizer.save_pretrained(output.folder / "model")
         output.write_json(SUMMARY, asdict(summary))
-        if job.checkpoints is not None:
-            job.checkpoints.remove()
         output.publish()
+        shutil.rmtree(output.final / FOLDER, ignore_errors=True)  # not before: a kill until here needs them
 
 
 # -- the program of one process ------------------------------------------------------------------------------
@@ -186,13 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a traceback
         display = Display(Console(), options.quiet)
         jobs = _jobs(options)
-        resume = options.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        resume = options.resume or restarted
         with _group(jobs[0][0].train.timeout_s) as (comm, device, reason):
             if comm.rank == 0:
                 display.say(f"device: {reason}")
             for recipe, out in jobs:
                 if not launched:  # else the launcher has looked, and spoken
-                    _check_out_together(comm, out, options.overwrite or resume)
+                    _check_out_together(comm, out, options.overwrite or restarted, resume)
                     if comm.rank == 0:
                         _say_choices(recipe, comm.size, display)
                 _seed_dropout(recipe, comm.rank)
@@ -215,9 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_out_together(comm: Comm, out: Path, overwrite: bool) -> None:
+def _check_out_together(comm: Comm, out: Path, overwrite: bool, resume: bool) -> None:
     """`check_out` on worker 0, which writes; all workers raise what it finds."""
-    all_or_none(comm, partial(check_out, out, overwrite) if comm.rank == 0 else lambda: None)
+    all_or_none(comm, partial(check_out, out, overwrite, resume) if comm.rank == 0 else lambda: None)
 
 
 def _say_choices(recipe: Recipe, workers: int, display: Display) -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit import checkpoint, checkpoint_files
 from onebit.comm import Comm, Solo
-from onebit.packing import pack, unpack
+from onebit.packing import names_in, pack, unpack
 
 CUTS = (2, WARMUP, WARMUP + 4)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -218,12 +218,12 @@ def test_the_last_ones_are_kept_and_a_step_may_be_written_again(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     for step in (10, 20, 30, 5, 30):
         checkpoint.save(tmp_path, step, model=model, optimizer=optimizer, progress=step * 10, keep=3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000020", "step-00000030", "step-00000030.1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005.1", "step-00000030", "step-00000030.1"]
     assert checkpoint.latest(tmp_path) == 30
     loaded = checkpoint.load(tmp_path, model=model, optimizer=optimizer)
     assert (loaded.path.name, loaded.progress) == ("step-00000030.1", 300)
-    assert checkpoint.load(tmp_path, model=model, step=20).progress == 200
-    with pytest.raises(onebit.ConfigError, match="of step 7; there are: 20, 30, 30"):
+    assert checkpoint.load(tmp_path, model=model, step=5).progress == 50
+    with pytest.raises(onebit.ConfigError, match="of step 7; there are: 30, 5, 30"):
         checkpoint.load(tmp_path, model=model, step=7)
     with pytest.raises(onebit.ConfigError, match="no complete checkpoint"):
         checkpoint.load(tmp_path / "nowhere", model=model)
@@ -324,6 +324,107 @@ PLAIN = st.recursive(
 def test_plain_values_come_back_as_they_were(value):
     back = unpack(json.loads(json.dumps(pack(value, "x", {}), allow_nan=False)), {})
     assert repr(back) == repr(value)  # nan is not equal to itself
+
+
+def test_what_is_written_after_a_set_back_stays_and_is_the_latest(tmp_path):
+    model, optimizer = trained()
+    for step in (20, 30, 40):
+        checkpoint.save(tmp_path, step, model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path, model=model, optimizer=optimizer, step=20)
+    assert checkpoint.save(tmp_path, 25, model=model, optimizer=optimizer).wait().is_dir()
+    assert checkpoint.latest(tmp_path) == 25
+    assert checkpoint.save(tmp_path, 26, model=model, optimizer=optimizer, keep=1).wait().is_dir()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000026.1"]
+
+
+def test_keys_that_lead_to_the_same_name_keep_their_values(tmp_path):
+    numbers = [torch.tensor(float(i)) for i in range(6)]
+    first = {"w.x": numbers[0], "w": {"x": numbers[1]}, 1: numbers[2], "1": numbers[3]}
+    others = {"ema": Odd(first), "ema.w": Odd({"x": numbers[4]}), "model.bn": Odd({"y": numbers[5]})}
+    checkpoint.save(tmp_path, 1, others=others)
+    again = {name: Odd({key: None for key in odd.state}) for name, odd in others.items()}
+    checkpoint.load(tmp_path, others=again)
+    for name, odd in others.items():
+        assert same_state(odd.state, again[name].state)
+    assert names_in(pack({1: 2, "a": {"!tensor": 5, 3: 4}, "b": Counter({"!tensor": 5})}, "x", {})) == []
+
+
+def test_what_a_kill_left_is_removed_and_does_not_stand_in_the_way(tmp_path):
+    model, optimizer = trained()
+    for left in ("step-00000005.partial", "step-00000007.partial"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "x").touch()
+    for step in (5, 6, 7, 8):
+        (tmp_path / f"step-{step - 1:08d}.partial").mkdir(exist_ok=True)
+        checkpoint.save(tmp_path, step, model=model, optimizer=optimizer, keep=1)
+        assert [p.name for p in tmp_path.iterdir()] == [f"step-{step:08d}"]
+
+
+class Extra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(2, 2), {"scale": torch.ones(1), "name": "a"}
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_extra_state_of_a_model_comes_back(tmp_path):
+    model, other = Extra(), Extra()
+    model.kept = {"scale": torch.full((1,), 7.0), "name": "b"}
+    checkpoint.save(tmp_path, 1, model=model)
+    checkpoint.load(tmp_path, model=other)
+    assert same_state(model.state_dict(), other.state_dict())
+
+
+def test_a_state_of_another_of_torch_s_optimizers_is_refused(tmp_path):
+    model, _ = trained()
+    checkpoint.save(tmp_path, 1, optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(onebit.ConfigError, match="is a AdamW, this one a SGD"):
+        checkpoint.load(tmp_path, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9))
+
+
+def apart(comm: Comm, folder: str) -> list[str]:
+    """Each process gives something that the others do not, and none waits for another."""
+    model, optimizer, schedule = parts(comm, "OneBitLamb")
+    steps(comm, model, optimizer, schedule, range(2))
+    mine = f"{folder}/{comm.rank}"
+    cases: list[Any] = [
+        lambda: checkpoint.save(mine, 1, model=model),
+        lambda: checkpoint.save(folder, 1 if comm.rank else -1, model=model),
+        lambda: checkpoint.save(folder, 1, others={"odd": Odd({}) if comm.rank else Odd([])}),
+        lambda: checkpoint.save(folder, 1, others={"odd": Odd({}) if comm.rank else Raises()}),
+    ]
+    said = []
+    for case in cases:
+        try:
+            case()
+            said.append("")
+        except onebit.OnebitError as error:
+            said.append(str(error))
+    first = checkpoint.save(f"{folder}/a", 1, model=model, optimizer=optimizer, asynchronous=True)
+    checkpoint.save(f"{folder}/b", 1, model=model, optimizer=optimizer)
+    return [*said, str(first.wait().is_dir())]
+
+
+class Raises(Odd):
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def state_dict(self) -> Any:
+        raise RuntimeError("consolidate first")
+
+
+def test_what_goes_wrong_on_one_process_is_said_on_all(tmp_path):
+    results = run_processes(2, apart, str(tmp_path), timeout_s=60)
+    for said in results:
+        for text, part in zip(
+            said, ["folder is", "step is -1", "must be a dict", "consolidate first", "True"], strict=True
+        ):
+            assert part in text
 
 
 def everything(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from test_train import CPU, tiny
 import onebit
 from onebit import checkpoint
 from onebit.comm import Solo
-from onebit.report import Display
+from onebit.report import Display, Metrics, Output, check_out
 from onebit.resume import Step, pack_steps, unpack_steps
 from onebit.train import check_virtual, run
 
@@ -202,6 +203,43 @@ def test_one_process_resumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     resumed = run(recipe, Solo(), CPU, tmp_path / "out", display, resume=True)
     assert resumed.eval_loss == whole.eval_loss
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may have died after the end, and all are started again."""
+    recipe, display = tiny(train__workers=1, train__checkpoint_every=3), Display(Console(), quiet=True)
+    whole = run(recipe, Solo(), CPU, tmp_path / "out", display)
+    monkeypatch.setattr(onebit.job.Job, "train", None)  # would fail
+    assert run(recipe, Solo(), CPU, tmp_path / "out", display, resume=True) == whole
+    with pytest.raises(TypeError):
+        run(tiny(train__workers=1, optimizer__lr=0.01), Solo(), CPU, tmp_path / "out", display, resume=True)
+
+
+def test_a_kill_before_the_results_are_there_leaves_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, display = tiny(train__workers=1, train__checkpoint_every=3), Display(Console(), quiet=True)
+    real = Output.publish
+
+    def stops(self: Output) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Output, "publish", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, Solo(), CPU, tmp_path / "out", display)
+    monkeypatch.setattr(Output, "publish", real)
+    assert checkpoint.latest(tmp_path / "out.partial" / "checkpoints") == 9
+    with pytest.raises(onebit.ConfigError, match="holds checkpoints of a run that was broken off; --resume"):
+        check_out(tmp_path / "out", False)
+    check_out(tmp_path / "out", False, resume=True)
+    metrics = tmp_path / "out.partial" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    with Metrics(metrics, 9):
+        kept = metrics.read_text().splitlines()  # on disk before anything is added
+    assert kept == [line for line in lines if json.loads(line)["step"] <= 9]
+    run(recipe, Solo(), CPU, tmp_path / "out", display, resume=True)
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert [step for step, _ in losses_of(tmp_path / "out")] == list(range(1, 13))
 
 
 def test_virtual_workers_cannot() -> None:
