@@ -5,7 +5,7 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 
-.PHONY: help install demo format check test bench sanitize clean
+.PHONY: help install demo format check test bench chaos sanitize clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -41,6 +41,9 @@ test: $(TOOLS)  ## all tests; ARGS=... is passed to pytest
 
 bench: $(READY)  ## time the optimizer step against a copy of the same memory
 	$(BIN)/onebit bench $(ARGS)
+
+chaos: $(TOOLS)  ## kill processes, malform files, flip bits by the hundred; under half an hour; ARGS=... for fewer
+	$(BIN)/python benchmarks/chaos.py --json benchmarks/results/chaos-$$(date +%F).json $(ARGS)
 
 sanitize: $(TOOLS)  ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	.ci/sanitize $(BIN)/python
