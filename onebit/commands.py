@@ -93,7 +93,8 @@ def train(
         if resume and (folder / SUMMARY).is_file() and not Output(folder).folder.exists():
             _say(f"nothing to resume: the run in {folder} is complete")
             return
-        check_out(folder, overwrite, resume)
+        again = resume and Output(folder).folder.exists()  # an attempt that was to replace what is there
+        check_out(folder, overwrite or again, resume)
         _show_choices([chosen], quiet)
         (summary,) = perform([(chosen, folder)], virtual is not None, quiet, resume)
         if not quiet:

@@ -243,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_out_together(comm: Comm, out: Path, overwrite: bool, resume: bool) -> None:
     """`check_out` on worker 0, which writes; all workers raise what it finds."""
-    all_or_none(comm, partial(check_out, out, overwrite, resume) if comm.rank == 0 else lambda: None)
+    again = resume and Output(out).folder.exists()  # an attempt that was to replace what is there
+    all_or_none(comm, partial(check_out, out, overwrite or again, resume) if comm.rank == 0 else lambda: None)
 
 
 def _say_choices(recipe: Recipe, workers: int, display: Display) -> None:

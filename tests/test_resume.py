@@ -232,6 +232,8 @@ def test_a_kill_before_the_results_are_there_leaves_the_checkpoints(
     with pytest.raises(onebit.ConfigError, match="holds checkpoints of a run that was broken off; --resume"):
         check_out(tmp_path / "out", False)
     check_out(tmp_path / "out", False, resume=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "summary.json").write_text("to be replaced by the attempt, which was told --overwrite")
     metrics = tmp_path / "out.partial" / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     with Metrics(metrics, 9):
