@@ -24,7 +24,10 @@ def test_it_runs_on_two_workers_and_bytes_fall(file):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    run = subprocess.run([*torchrun, str(file)], capture_output=True, text=True, timeout=180, env=environment)
+    for _ in range(2):  # Gloo's threads abort the interpreter now and then when it ends, after all has been done
+        run = subprocess.run([*torchrun, str(file)], capture_output=True, text=True, timeout=180, env=environment)
+        if "terminate called without an active exception" not in run.stderr:
+            break
     assert run.returncode == 0, run.stderr[-3000:]
     found = re.findall(r"^bytes per step: (\d+) warm-up, (\d+) compressed$", run.stdout, re.MULTILINE)
     assert len(found) == 1, run.stdout[-3000:]

@@ -76,7 +76,7 @@ def test_a_killed_launcher_s_run_is_resumed_by_hand(tmp_path: Path, recipe: Path
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert checkpoint.latest(attempt.partial / "checkpoints") in (8, 12)
+    assert (checkpoint.latest(attempt.partial / "checkpoints") or 0) >= 8
     resumed = begin(recipe, tmp_path / "out", "--resume")
     assert resumed.end() == ""
     same_end(resumed.out, undisturbed)
