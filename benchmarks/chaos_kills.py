@@ -19,7 +19,7 @@ from typing import Any
 from onebit import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from runs import RECIPE, Run, begin, losses_of, summary_of
+from train_runs import RECIPE, Run, begin, losses_of, summary_of
 
 STEPS = 30
 FREEZE = 8

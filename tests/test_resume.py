@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from runs import ONEBIT, RECIPE, Run, begin, losses_of, summary_of
 from test_train import CPU, tiny
+from train_runs import ONEBIT, RECIPE, Run, begin, losses_of, summary_of
 
 import onebit
 from onebit import checkpoint
