@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from onebit.checkpoint_files import complete, read_manifest, verify, write
-from onebit.checkpoint_state import RESERVED, Before, Saved, Tree, apply, collect, inner, read, whole
+from onebit.checkpoint_state import RESERVED, Before, Saved, Tree, apply, collect, read, whole
 from onebit.checks import check_whole
-from onebit.comm import Comm, all_or_none, beside_training, check_same
+from onebit.comm import Comm, all_or_none, beside_training, check_same, first_says
 from onebit.errors import ConfigError
+from onebit.optim import innermost
 from onebit.packing import pack
 from onebit.virtual import Virtual
 
@@ -125,7 +126,7 @@ def save(
     def everything() -> tuple[Tree, Tree]:
         check_whole("step", step, 0)
         check_whole("keep", keep, 1)
-        shared, own = collect(comm.rank, whole(model), inner(optimizer), _named(scheduler, scaler, others), tensors)
+        shared, own = collect(comm.rank, whole(model), innermost(optimizer), _named(scheduler, scaler, others), tensors)
         return {**shared, "progress": pack(progress, "progress", tensors)}, own
 
     shared, own = all_or_none(comm, lambda: _collected(everything))
@@ -175,7 +176,7 @@ def load(
     manifest = all_or_none(comm, lambda: read_manifest(path))
     all_or_none(comm, lambda: _on_disk(lambda: verify(path, manifest["files"], comm.rank, comm.size), path))
     saved = all_or_none(comm, lambda: _on_disk(lambda: Saved(path, manifest, comm), path))
-    given = {"model": whole(model), "optimizer": inner(optimizer)}
+    given = {"model": whole(model), "optimizer": innermost(optimizer)}
     named = all_or_none(comm, lambda: _named(scheduler, scaler, others))
     progress = all_or_none(comm, lambda: _on_disk(lambda: saved.part(saved.shared["progress"]), path))
     all_or_none(comm, lambda: None if check is None else check(progress, saved.processes))
@@ -225,7 +226,7 @@ def _finish(folder: Path) -> None:
 
 def _side(optimizer: Any) -> tuple[Comm, Any]:
     """Who takes part: all processes, talking in a group of their own on the CPU. Made once."""
-    if isinstance(getattr(inner(optimizer), "comm", None), Virtual):
+    if isinstance(getattr(innermost(optimizer), "comm", None), Virtual):
         raise ConfigError(
             "virtual workers share one process and cannot write checkpoints; keep the state_dict() of each, or use "
             "processes"
@@ -237,8 +238,6 @@ def _chosen(folder: Path, step: int | None, comm: Comm) -> Path:
     """The checkpoint to load, as process 0 sees it, on all processes."""
 
     def choose() -> str:
-        if comm.rank != 0:
-            return ""
         found = [(at, path) for at, path in complete(folder) if step is None or at == step]
         if not found:
             there = ", ".join(str(at) for at, _ in complete(folder)) or "none"
@@ -246,7 +245,7 @@ def _chosen(folder: Path, step: int | None, comm: Comm) -> Path:
             raise ConfigError(f"{str(folder)!r} holds no complete checkpoint{which}; there are: {there}")
         return found[-1][1].name
 
-    return folder / comm.all_gather_bytes(all_or_none(comm, choose).encode())[0].decode()
+    return folder / first_says(comm, choose)
 
 
 def _collected(action: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.comm import Comm, all_or_none
+from onebit.comm import Comm, all_or_none, first_says
 from onebit.errors import ConfigError
 from onebit.sharding import local
 
@@ -76,8 +76,7 @@ def write(
     every: dict[str, list[int]] = {}
     for part in comm.all_gather_bytes(json.dumps(files).encode()):
         every |= json.loads(part)
-    named = _target(folder, step) if comm.rank == 0 else ""
-    target = folder / comm.all_gather_bytes(named.encode())[0].decode()
+    target = folder / first_says(comm, lambda: _target(folder, step))
 
     def publish() -> None:
         for name, (size, _) in every.items():

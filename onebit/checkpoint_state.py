@@ -40,12 +40,6 @@ def _in_ddp(model: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def inner(optimizer: Any) -> Any:
-    while optimizer is not None and not isinstance(optimizer, FlatOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def collect(
     rank: int, model: nn.Module | None, optimizer: Any, named: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[Tree, Tree]:
@@ -249,9 +243,8 @@ def _read_model(saved: Saved, model: nn.Module) -> Tree:
                 what = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 raise ConfigError(f"{name} is {what} here and was {shape} {dtype} when it was saved")
             into[tensor] = value.detach().clone().contiguous() if is_sharded(value) else torch.empty(shape, dtype=dtype)
-    return {
-        name: unpack(packed[name], saved.tensors.read_into(into) if i == 0 else into) for i, name in enumerate(here)
-    }
+    saved.tensors.read_into(into)
+    return {name: unpack(packed[name], into) for name in here}
 
 
 def apply(saved: Saved, given: Tree, named: dict[str, Any], plan: Tree) -> None:

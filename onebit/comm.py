@@ -327,6 +327,12 @@ def all_or_none(comm: Comm, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def first_says(comm: Comm, action: Callable[[], str]) -> str:
+    """What `action` gives on worker 0, on all workers; if it fails there, all raise its error. A collective."""
+    said = all_or_none(comm, action if comm.rank == 0 else str)
+    return comm.all_gather_bytes(said.encode())[0].decode()
+
+
 __all__ = [
     "Comm",
     "Distributed",

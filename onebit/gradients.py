@@ -114,11 +114,12 @@ class StepGradients(SavedState):
 
     def _without_mean(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Those whose gradients are not means, or no longer so on some worker that touched them since clipping."""
-        lacking = torch.tensor([not self._has_mean(p) for p in params], dtype=torch.float32)
+        lacking: list[float] = [not self._has_mean(p) for p in params]
         if self._agree and self.comm.size > 1:  # else DDP put them there a moment ago, or nobody did
-            lacking = send(lacking, self._device)
-            self.comm.all_reduce(lacking)
-        return [p for p, some in zip(params, lacking.tolist(), strict=True) if some]
+            counts = send(torch.tensor(lacking, dtype=torch.float32), self._device)
+            self.comm.all_reduce(counts)
+            lacking = counts.tolist()
+        return [p for p, some in zip(params, lacking, strict=True) if some]
 
     def _averaged_gradients(self, overwritten: bool = False) -> Gradient:
         """The mean of the workers' gradients; a missing gradient counts as zero.

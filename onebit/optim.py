@@ -304,3 +304,10 @@ class FlatOptimizer(StepGradients):
         """The learning rate of each layer, float64 [layers]; 0 where a parameter asks for no gradient now."""
         rates, moves = hypers.rates(self._device), [p.requires_grad for p in self._params()]
         return rates if all(moves) else rates * send(torch.tensor(moves, dtype=torch.float64), self._device)
+
+
+def innermost(optimizer: Any) -> Any:
+    """What wrappers such as Accelerate's hold as their `optimizer`: one of ours, or the last there is."""
+    while not isinstance(optimizer, FlatOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from onebit.comm import Comm, all_or_none, check_same
+from onebit.comm import Comm, all_or_none, check_same, first_says
 from onebit.errors import ConfigError
 from onebit.recipe import Recipe
 
@@ -197,10 +197,7 @@ def prepare(recipe: Recipe, comm: Comm) -> Corpus:
     training, held = all_or_none(comm, read)
     check_same(comm, "texts", [(part, _digest(docs)) for part, docs in (("training", training), ("held-out", held))])
 
-    def learn() -> bytes:
-        return train_tokenizer(training, recipe.model.vocab_size).encode() if comm.rank == 0 else b""
-
-    description = comm.all_gather_bytes(all_or_none(comm, learn))[0].decode()
+    description = first_says(comm, lambda: train_tokenizer(training, recipe.model.vocab_size))
     tokenizer = Tokenizer.from_str(description)
     stream, held_stream = (_encode(tokenizer, docs) for docs in (training, held))
     _check_length(stream, held_stream, data.sequence_length)

@@ -27,7 +27,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from onebit import checkpoint
-from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same
+from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same, first_says
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job, in_words
 from onebit.kernels import choose
@@ -117,14 +117,16 @@ def _train(job: Job, output: Output, display: Display, at: int | None) -> None:
 
 def _done(recipe: Recipe, comm: Comm, output: Output) -> Summary | None:
     """The outcome of this very run, if it is there already: a worker may have died after the end. A collective."""
-    mine = ""
-    if comm.rank == 0 and (output.final / SUMMARY).is_file() and not output.folder.exists():
-        summary = read_summary(output.final)
-        same = {"train": {**summary.recipe.get("train", {}), **dict.fromkeys(MAY_CHANGE)}}
-        here = in_words(recipe)
-        if {**summary.recipe, **same} == {**here, "train": {**here["train"], **dict.fromkeys(MAY_CHANGE)}}:
-            mine = json.dumps(to_json(asdict(summary)))
-    found = comm.all_gather_bytes(mine.encode())[0]
+
+    def find() -> str:
+        if not (output.final / SUMMARY).is_file() or output.folder.exists():
+            return ""
+        summary, here, anything = read_summary(output.final), in_words(recipe), dict.fromkeys(MAY_CHANGE)
+        theirs = {**summary.recipe, "train": {**summary.recipe.get("train", {}), **anything}}
+        same = theirs == {**here, "train": {**here["train"], **anything}}
+        return json.dumps(to_json(asdict(summary))) if same else ""
+
+    found = first_says(comm, find)
     if not found:
         return None
     values = json.loads(found)
@@ -135,8 +137,7 @@ def _begin(job: Job, output: Output, resume: bool) -> int | None:
     """Make the folder of the results; or go on from the step that is returned. A collective."""
     comm, checkpoints = job.comm, job.checkpoints
     assert checkpoints is not None
-    there = resume and checkpoint.latest(checkpoints.folder) is not None
-    found = comm.all_gather_bytes(b"1" if there else b"")[0] == b"1"  # what worker 0 sees counts
+    found = resume and first_says(comm, lambda: str(checkpoint.latest(checkpoints.folder))) != "None"
     all_or_none(comm, (lambda: output.create(keep=found)) if comm.rank == 0 else lambda: None)
     return checkpoints.load(comm.size, **job.parts) if found else None
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.clipping import sum_of_squares
 from onebit.comm import Distributed
 from onebit.errors import ConfigError
-from onebit.optim import FlatOptimizer
+from onebit.optim import FlatOptimizer, innermost
 
 
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,9 +68,7 @@ def unwrapped(optimizer: Any) -> FlatOptimizer:
     Raises:
         ConfigError: there is none.
     """
-    inner = optimizer
-    while not isinstance(inner, FlatOptimizer) and hasattr(inner, "optimizer"):
-        inner = inner.optimizer
+    inner = innermost(optimizer)
     if not isinstance(inner, FlatOptimizer):
         raise ConfigError(
             f"the optimizer is a {type(optimizer).__name__}; it must be one of onebit's, such as onebit.OneBitLamb"
