@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onebit.checks import check_in
 from onebit.comm import Comm
-from onebit.exchange import BucketMean, Exchange, Source, write_error
+from onebit.exchange import BucketMean, Exchange, write_error
 from onebit.layout import FlatLayout
 from onebit.quantised import Bits, QuantisedCodec
 from onebit.sharding import is_sharded, local
@@ -63,6 +63,16 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
         p.grad = g if is_sharded(g) else mean
 
 
+class FullMean:
+    """The mean of one bucket's gradients in full precision, made at once, in place; `serve` has nothing to do."""
+
+    def __init__(self, flat: Tensor, comm: Comm, transport: FullTransport) -> None:
+        mean_over_workers(flat, comm, transport)
+
+    def serve(self) -> None:
+        """There is no second phase of ours: an all_reduce is both."""
+
+
 class QuantisedMean:
     """Means of gradients sent as 8- or 4-bit integers, with error feedback on both sides of the usual three phases.
 
@@ -75,15 +85,11 @@ class QuantisedMean:
         self.exchange: Exchange[QuantisedCodec] = Exchange(layout, None, comm, first.dtype, first.device, codecs)
         self._under_way: list[BucketMean] = []
 
-    def take(self, sources: Sequence[Source], out: Tensor) -> None:
-        """Write the means of the sources, one per bucket, into `out`, [layout.numel]. Then `commit`, or nothing."""
-        buckets = self.exchange.layout.buckets
-        means = [self.exchange.start(bucket, source) for bucket, source in zip(buckets, sources, strict=True)]
-        for mean in means:
-            mean.serve()
+    def take(self, means: Sequence[BucketMean], out: Tensor) -> None:
+        """Write the means of all buckets, started and served, into `out`, [layout.numel]. Then `commit`, or nothing."""
         for mean in means:
             out[mean.bucket.slice] = mean.wait()
-        self._under_way = means
+        self._under_way = list(means)
 
     def commit(self, keep: Tensor | None) -> None:
         """Keep what was not sent, if the step counts. `keep`: bool [] where only the device knows."""

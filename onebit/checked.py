@@ -76,6 +76,9 @@ class Checked(Comm):
     def __reduce__(self) -> tuple[Any, ...]:
         return Checked, (self._comm,)
 
+    def beside(self) -> Checked:
+        return Checked(self._comm.beside())
+
     @property
     def inner(self) -> Comm:
         """The comm inside."""

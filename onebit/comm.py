@@ -77,6 +77,27 @@ class Comm(ABC):
         self.payload_bytes += ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
         self._all_reduce(tensor)
 
+    def beside(self) -> Comm:
+        """The same workers in a group of its own, whose collectives wait for none of this one's. A collective.
+
+        Raises:
+            ConfigError: this kind of comm cannot make one.
+        """
+        raise ConfigError(
+            f"a {type(self).__name__} cannot make a further group, which overlap needs; leave overlap off"
+        )
+
+    def control(self) -> Comm:
+        """As `beside`, but on the CPU, where control messages do not wait for an accelerator. A collective."""
+        return self.beside()
+
+    def gather_flag(self, flag: bool) -> Pending:
+        """Every worker's flag, uint8 [n, 1] on the CPU, in order of workers, under way. A control message: not counted.
+
+        For groups that work on the CPU.
+        """
+        return self._all_gather(torch.tensor([flag], dtype=torch.uint8))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         return self  # the workers are who they are, however often an optimizer is copied
 
@@ -104,6 +125,9 @@ class Solo(Comm):
 
     rank = 0
     size = 1
+
+    def beside(self) -> Solo:
+        return self
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -155,6 +179,21 @@ class Distributed(Comm):
     @property
     def size(self) -> int:
         return self._size
+
+    def beside(self) -> Distributed:
+        return Distributed(self._new_group(dist.get_backend(self._group)))
+
+    def control(self) -> Distributed:
+        return Distributed(self._new_group("gloo"))
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        """A further group of these workers; other processes need not take part."""
+        ranks = self.ranks
+        whole = len(ranks) == dist.get_world_size()
+        group: dist.ProcessGroup = self._run(
+            lambda: dist.new_group(ranks, backend=backend, timeout=_timeout(), use_local_synchronization=not whole)
+        )
+        return group
 
     def all_reduce_later(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """`all_reduce`, under way: the sum is in `tensor` when the future is done. For the hooks of DDP."""

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import BucketStep, Momentum, chosen, decoded
+from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded
 from onebit.checks import checksum
 from onebit.codec import BucketCodec
+from onebit.comm import Comm
 from onebit.deferred import Deferred
 from onebit.errors import ConfigError
-from onebit.exchange import OneBitExchange
+from onebit.exchange import BucketMean, OneBitExchange
 from onebit.flat import Stage
 from onebit.kernels import unpack_bits
 from onebit.layout import Bucket, Run
+from onebit.overlap import Start
 from onebit.resize import Extra, Resize
 from onebit.saved import by_layer
 from onebit.stages import TwoStages
@@ -273,18 +275,10 @@ class OneBitOptimizer(TwoStages):
         if exchange.wake() is not None:
             self._late = [True] * len(self._late)
             self._note_asleep(exchange.alive)
-        hypers, grads = self._hypers(), self._gradients()
+        hypers = self._hypers()
         rates = self._rates(hypers)
-        factor = self._error_factor(rates)
-        steps, means = [], []
-        for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
-            mask = None if self._mask is None or not self._holds else self._mask[bucket.packed_slice]
-            step = BucketStep(codec, hypers, self._layer_scale(bucket), self._steps + 1)
-            steps.append(step)
-            source = self._backend.source(step, grads[bucket.layer_slice], self._momentum[bucket.index], mask)
-            means.append(exchange.start(bucket, source, None if factor is None else factor[bucket.layer_slice]))
-        for mean in means:
-            mean.serve()
+        steps = [self._bucket_step(codec, hypers) for codec in exchange.codecs]
+        means = self._means_of_buckets(self._compressed_start(exchange, hypers))
         gathered = [mean.gather() for mean in means]
         counts, keep = self._verdict(self._agreed([mean.usable for mean in means]), self._may_defer())
         if not counts:
@@ -300,6 +294,27 @@ class OneBitOptimizer(TwoStages):
         self._keep(now)
         if self._watch is not None:
             self._look_out(float(chosen(keep, _norm(exchange, gathered), math.nan)))
+
+    def _bucket_step(self, codec: BucketCodec, hypers: Hypers) -> BucketStep:
+        return BucketStep(codec, hypers, self._layer_scale(codec.bucket), self._steps + 1)
+
+    def _compressed_start(self, exchange: OneBitExchange, hypers: Hypers) -> Start:
+        """The worker's part: how the mean of a bucket begins."""
+        factor = self._error_factor(self._rates(hypers))
+
+        def start(bucket: Bucket, comm: Comm) -> BucketMean:
+            mask = None if self._mask is None or not self._holds else self._mask[bucket.packed_slice]
+            step = self._bucket_step(exchange.codecs[bucket.index], hypers)
+            source = self._backend.source(step, self._gradients(bucket), self._momentum[bucket.index], mask)
+            return exchange.start(bucket, source, None if factor is None else factor[bucket.layer_slice], comm)
+
+        return start
+
+    def _coming_start(self) -> Start | None:
+        if self._exchange is None:
+            return super()._coming_start()
+        self._settle()
+        return None if self._exchange.wake_wanted else self._compressed_start(self._exchange, self._hypers())
 
     def _note_wishes(self, exchange: OneBitExchange, headers: list[Tensor], keep: Tensor | None) -> None:
         """Remember whether a dead element asks to wake; with the verdict, where that is still on the device."""

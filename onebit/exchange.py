@@ -140,15 +140,23 @@ class Exchange(Generic[C]):
         parts = [codec.alive for codec in self.codecs]
         return torch.cat([part for part in parts if part is not None]) if self.some_dead else None
 
-    def start(self, bucket: Bucket, source: Source | Tensor, error_factor: Tensor | None = None) -> BucketMean:
+    def start(
+        self,
+        bucket: Bucket,
+        source: Source | Tensor,
+        error_factor: Tensor | None = None,
+        comm: Comm | None = None,
+    ) -> BucketMean:
         """Begin the mean of a source over the workers.
 
         Args:
             bucket: which bucket of the layout; all workers start the same ones in the same order.
             source: this worker's input; or its values, [bucket], zero in the padding, used up.
             error_factor: [layers of the bucket], the factor on both errors before they are added; None: 1.
+            comm: another group of the same workers (`Comm.beside`) to send it through; None: the exchange's own.
         """
-        return BucketMean(self, bucket, TensorSource(source) if isinstance(source, Tensor) else source, error_factor)
+        source = TensorSource(source) if isinstance(source, Tensor) else source
+        return BucketMean(self, bucket, source, error_factor, self.comm if comm is None else comm)
 
     def server_slice(self, bucket: Bucket) -> slice:
         """Where the chunk of `bucket` that this worker serves lies in `server_error`."""
@@ -268,20 +276,21 @@ class LateSource:
 class BucketMean:
     """One bucket's mean under way: `serve()` after `start`, then `gather()` or `wait()`, then `commit()` or nothing."""
 
-    def __init__(self, exchange: Exchange[C], bucket: Bucket, source: Source, error_factor: Tensor | None) -> None:
-        self._exchange = exchange
+    def __init__(
+        self, exchange: Exchange[C], bucket: Bucket, source: Source, error_factor: Tensor | None, comm: Comm
+    ) -> None:
+        self._exchange, self._comm = exchange, comm
         self._codec = exchange.codecs[bucket.index]
         self.bucket = bucket
         self._source, self._factor = source, error_factor
         self._sent = source.encode(self._codec, exchange.errors[bucket.index], error_factor)
-        self._pending: Pending = exchange.comm.all_to_all(self._sent)
+        self._pending: Pending = comm.all_to_all(self._sent)
 
     def serve(self) -> None:
         """Phase 2: average the chunk this worker serves, compress the mean, send it to everyone."""
         self._received = self._pending.wait()
-        rank = self._exchange.comm.rank
-        self._reply = self._codec.serve(self._received, rank, self._server_error, self._factor)
-        self._pending = self._exchange.comm.all_gather(self._reply)
+        self._reply = self._codec.serve(self._received, self._comm.rank, self._server_error, self._factor)
+        self._pending = self._comm.all_gather(self._reply)
 
     def gather(self) -> Tensor:
         """Phase 3: the messages of all chunks, uint8 [workers, message_bytes], equal to the bit on all workers.
@@ -310,8 +319,7 @@ class BucketMean:
             return
         error = self._exchange.errors[self.bucket.index]
         self._source.commit(self._codec, error, self._factor, self._sent, keep)
-        rank = self._exchange.comm.rank
-        self._codec.commit_served(self._received, rank, self._server_error, self._factor, self._reply, keep)
+        self._codec.commit_served(self._received, self._comm.rank, self._server_error, self._factor, self._reply, keep)
 
     def _commit_asleep(self, keep: Tensor | None) -> None:
         """Keep the inputs of dead elements, which were not compressed but not sent at all, and nothing else."""

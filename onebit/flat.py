@@ -53,6 +53,7 @@ class FlatState(torch.optim.Optimizer):
     _averaged: Tensor | None = None
     _quantised: QuantisedMean | None = None  # through the warm-up, where gradients are sent as integers
     _exchange: OneBitExchange | None = None  # where compressed values are exchanged
+    _overlap = False  # whether buckets begin during backward
     _pending: Deferred | None = None  # the verdict on the last step, where the host has not seen it yet
     _compared = False  # whether the workers were found to agree, since the start or the last load
     _steps = 0
@@ -69,14 +70,17 @@ class FlatState(torch.optim.Optimizer):
         process_group: ProcessGroup | None,
         comm: Comm | None,
         bucket_elements: int | None,
+        overlap: bool = False,
     ) -> None:
+        if not isinstance(overlap, bool):
+            raise ConfigError(f"overlap is {overlap!r}; it must be True or False")
         if bucket_elements is not None:
             check_whole("bucket_elements", bucket_elements, 1)
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)
         self._transport: Transport = check_in("transport", transport, get_args(Transport))
-        self._bucket_elements = bucket_elements
+        self._bucket_elements, self._overlap = bucket_elements, overlap
         self._flat: dict[str, Tensor] = {}  # state with one value per element
         self._layerwise: dict[str, Tensor] = {}  # state with one value per layer
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -130,7 +134,7 @@ class FlatState(torch.optim.Optimizer):
         """What must be the same on all workers, apart from the parameters."""
         named = [("onebit version", __version__), ("torch version", torch.__version__)]
         named += [("kernels", self._kernels), ("device", self._device.type)]
-        named += [("transport", self._transport), ("updates made", str(self._steps))]
+        named += [("transport", self._transport), ("updates made", str(self._steps)), ("overlap", str(self._overlap))]
         for i, group in enumerate(self.param_groups):
             named += [(f"{key} of group {i}", str(group[key])) for key in ("lr", "betas", "eps", "weight_decay")]
         return [*self._structure(), *named]

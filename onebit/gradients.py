@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.averaging import BITS, QuantisedMean, average_gradients, mean_over_workers
+from onebit.averaging import BITS, FullMean, QuantisedMean, average_gradients
 from onebit.backend import Gradient, flat_gradient
 from onebit.checks import checksum
 from onebit.clipping import NormEstimate, scale_gradients, sum_of_squares
+from onebit.comm import Comm
 from onebit.deferred import send
 from onebit.errors import ConfigError
 from onebit.exchange import LateSource, TensorSource
 from onebit.flat import Stage
 from onebit.layout import Bucket
-from onebit.saved import SavedState
+from onebit.overlap import OverlappedSteps, Start, version
 from onebit.sharding import lay_as_parameters, local
 from onebit.weights import HALF
 
@@ -28,7 +29,7 @@ Means = dict[int, tuple[Tensor | None, int] | None]
 """By id of the parameter, gradients that are means over the workers, with their version; None: DDP puts them there."""
 
 
-class StepGradients(SavedState):
+class StepGradients(OverlappedSteps):
     """The gradients of a step, and `clip_grad_norm_`. A parameter with requires_grad=False counts as without one."""
 
     needs_own_gradients = False
@@ -51,6 +52,7 @@ class StepGradients(SavedState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
         self._forget_means()
+        self._spoil()
         super().zero_grad(set_to_none)
 
     def _forget_means(self) -> None:
@@ -109,7 +111,7 @@ class StepGradients(SavedState):
         if id(p) not in self._means:
             return False
         noted = self._means[id(p)]
-        now = _version(p)
+        now = version(p)
         return noted is None or (noted[0] is now[0] and noted[1] == now[1])
 
     def _without_mean(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -139,16 +141,38 @@ class StepGradients(SavedState):
         if self._averaged is None:  # kept through the warm-up: fresh pages cost as much as filling them
             self._averaged = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
         g = self._averaged
-        if self._transport == "int8" or self._transport == "int4":
-            if self._quantised is None:
-                self._quantised = self._start_quantised()
-            make = self._gathered_source if overwritten else self._late_gradient
-            self._quantised.take([make(bucket, grads) for bucket in self._layout.buckets], g)
-            return g
-        for bucket in self._layout.buckets:
-            self._backend.gather(bucket, grads[bucket.layer_slice], g[bucket.slice])
-        mean_over_workers(g, self.comm, self._transport)
+        if overwritten and self._transport in BITS:
+            self._spoil()  # what has begun would look at the gradients once more
+        means = self._means_of_buckets(self._averaging_start(overwritten))
+        if self._quantised is not None:
+            self._quantised.take(means, g)
         return g
+
+    def _averaging_start(self, overwritten: bool = False) -> Start:
+        """How the mean of a bucket's gradients begins."""
+        transport, whole = self._transport, self._averaged
+        if transport == "int8" or transport == "int4":
+            held = self._quantised = self._quantised or self._start_quantised()
+            make = self._gathered_source if overwritten else self._late_gradient
+            return lambda bucket, comm: held.exchange.start(bucket, make(bucket, self._gradients(bucket)), None, comm)
+
+        def start(bucket: Bucket, comm: Comm) -> FullMean:
+            assert whole is not None
+            flat = whole[bucket.slice]
+            self._backend.gather(bucket, self._gradients(bucket), flat)
+            return FullMean(flat, comm, transport)
+
+        return start
+
+    def _coming_start(self) -> Start | None:
+        return None if self._averaged is None else self._averaging_start()
+
+    def _can_overlap(self) -> bool:
+        first = self.stage is Stage.WARMUP
+        if self._scaled or (self._attached and self.wants_means) or not super()._can_overlap():
+            return False
+        clips_own = not first or self._transport in BITS or self.needs_own_gradients
+        return not (clips_own and self._estimate.wanted)
 
     def _start_quantised(self) -> QuantisedMean:
         assert self._layout is not None
@@ -163,17 +187,20 @@ class StepGradients(SavedState):
         return TensorSource(self._gathered(bucket, grads))
 
     def _gathered(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Tensor:
-        """The gradients that lie in a bucket, given those of all layers: [bucket], a new tensor."""
-        return flat_gradient(self._backend, bucket, grads[bucket.layer_slice], self._x[0])
+        """The gradients of a bucket's layers as [bucket], a new tensor."""
+        return flat_gradient(self._backend, bucket, grads, self._x[0])
 
-    def _gradients(self) -> list[Tensor | None]:
-        """This worker's gradients, one per layer."""
+    def _gradients(self, bucket: Bucket | None = None) -> list[Tensor | None]:
+        """This worker's gradients, one per layer, of a bucket or of all."""
         assert self._stepped is not None
-        for name, p in zip(self._names(), self._params(), strict=True):
+        which = slice(None) if bucket is None else bucket.layer_slice
+        params = self._params()[which]
+        for i, p in enumerate(params):
             if p.grad is not None and p.grad.layout is not torch.strided:
+                name = self._names()[which][i]
                 raise ConfigError(f"the gradient of {name} is {p.grad.layout}; only dense gradients are allowed")
-        grads = self._stepped.gradients()
-        return [g if p.requires_grad else None for p, g in zip(self._params(), grads, strict=True)]
+        grads = self._stepped.gradients(which)
+        return [g if p.requires_grad else None for p, g in zip(params, grads, strict=True)]
 
     # -- clipping ------------------------------------------------------------------------------------------------
 
@@ -217,7 +244,7 @@ class StepGradients(SavedState):
         scale_gradients(self._params(), factor)
         if own is not None and self.needs_own_gradients and self.comm.size > 1:
             self._estimate.clipped(own, factor)
-        self._means = {id(p): _version(p) for p in self._params() if id(p) in self._means}
+        self._means = {id(p): version(p) for p in self._params() if id(p) in self._means}
         return norm
 
     def _say_unknown(self) -> None:
@@ -270,8 +297,3 @@ class StepGradients(SavedState):
     def _calibrate(self, g: Gradient) -> None:
         """Where own gradients were clipped and their mean, flat or by layer, is known only now: note what it kept."""
         self._estimate.note_mean(lambda: sum_of_squares([g] if isinstance(g, Tensor) else g, self._device))
-
-
-def _version(p: Tensor) -> tuple[Tensor | None, int]:
-    """Which gradient a parameter has, to be told from another or a changed one."""
-    return p.grad, 0 if p.grad is None else p.grad._version

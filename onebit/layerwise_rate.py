@@ -99,6 +99,8 @@ class Lamb(LayerwiseRate):
             (blocks of 128 with a scale each; eps must be above 0).
         process_group, comm: who the workers are. Neither: the default process group, or one worker without one.
         bucket_elements: layers are handled in buckets of about this many elements; None: one bucket.
+        overlap: begin to average a bucket during backward, as soon as its gradients are there. The results are the same
+            bits. It takes more than one bucket to be of use (docs/overlap.md).
 
     Raises:
         ConfigError: a value outside what is listed above.
@@ -121,10 +123,11 @@ class Lamb(LayerwiseRate):
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        overlap: bool = False,
     ) -> None:
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta=0.9)
         self._bias_correction = bias_correction
-        super().__init__(params, lr, betas, eps, weight_decay, transport, process_group, comm, bucket_elements)
+        super().__init__(params, lr, betas, eps, weight_decay, transport, process_group, comm, bucket_elements, overlap)
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("bias_correction", str(self._bias_correction))]

@@ -26,7 +26,7 @@ class LocalVarianceAdam(AdamRate, LocalVariance):
 
     Args:
         params, lr, betas, eps, weight_decay, warmup_steps, warmup_transport, total_steps, codec, schedule,
-        variance_floor, process_group, comm, bucket_elements: as in `LocalVarianceLamb`.
+        variance_floor, process_group, comm, bucket_elements, overlap: as in `LocalVarianceLamb`.
         bias_correction: as in AdamW; off, as in `OneBitAdam`.
 
     Raises:
@@ -53,11 +53,14 @@ class LocalVarianceAdam(AdamRate, LocalVariance):
         schedule: Schedule | None = None,
         variance_floor: float = 0.01,
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        overlap: bool = False,
     ) -> None:
         how = LocalSettings(
             warmup_steps, total_steps, warmup_transport, codec, schedule, variance_floor, bias_correction
         )
-        LocalVariance.__init__(self, params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
+        LocalVariance.__init__(
+            self, params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how, overlap
+        )
 
     def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
         hyper = super()._hyper(group)

@@ -32,7 +32,8 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
     Gradients must not be averaged by anyone else: use it without DDP's averaging.
 
     Args:
-        params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm, bucket_elements: as in `Lamb`.
+        params, lr, betas, eps, weight_decay, min_coeff, max_coeff, process_group, comm, bucket_elements, overlap: as
+            in `Lamb`.
         trust_gain: factor on the clipped trust ratio in the compressed stage, > 0. What one bit adds to the update
             makes it longer, hence the ratio smaller than LAMB's; 1.0 and 2.0 were worse (docs/log.md).
         warmup_steps: updates of the warm-up, >= 1; or a share of `total_steps`, in (0, 1).
@@ -67,12 +68,15 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
         schedule: Schedule | None = None,
         variance_floor: float = 0.01,
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
+        overlap: bool = False,
     ) -> None:
         if not 0 < trust_gain < float("inf"):
             raise ConfigError(f"trust_gain is {trust_gain}; it must be above 0 and finite")
         self._coeff_rule, self._gain = coefficient_rule(min_coeff, max_coeff, coeff_beta=0.9), trust_gain
         how = LocalSettings(warmup_steps, total_steps, warmup_transport, codec, schedule, variance_floor)
-        LocalVariance.__init__(self, params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how)
+        LocalVariance.__init__(
+            self, params, lr, betas, eps, weight_decay, process_group, comm, bucket_elements, how, overlap
+        )
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("trust_gain", str(self._gain))]

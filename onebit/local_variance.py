@@ -29,11 +29,12 @@ from onebit.checks import as_updates, check_floor, check_kind, check_whole
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
-from onebit.exchange import OneBitExchange, Source
+from onebit.exchange import BucketMean, OneBitExchange, Source
 from onebit.flat import Stage
 from onebit.layout import Bucket, Run
 from onebit.logarithms import mean_variance
 from onebit.optim import FlatOptimizer, log
+from onebit.overlap import Start
 from onebit.resize import Extra, Resize
 
 if TYPE_CHECKING:
@@ -125,13 +126,14 @@ class LocalVariance(FlatOptimizer):
         comm: Comm | None,
         bucket_elements: int | None,
         how: LocalSettings,
+        overlap: bool,
     ) -> None:
         self._how = how
         self._momentum: list[Momentum | Tensor] = []  # per bucket, over d, in the compressed stage
         self._syncs = 0  # exchanges of the variance that the schedule names, since the start or since `resync`
         self._next_sync = 1  # the update that the next one belongs to
         transport = how.warmup_transport
-        super().__init__(params, lr, betas, eps, weight_decay, transport, process_group, comm, bucket_elements)
+        super().__init__(params, lr, betas, eps, weight_decay, transport, process_group, comm, bucket_elements, overlap)
 
     # -- what users read and do ------------------------------------------------------------------------------
 
@@ -172,12 +174,12 @@ class LocalVariance(FlatOptimizer):
     def _first_stage(self) -> None:
         """A step of the warm-up; after the last one the compressed stage is made ready."""
         assert self._layout is not None
-        before, grads, hypers = self._steps, self._gradients(), self._hypers()
+        before, hypers = self._steps, self._hypers()
         self._warmup_step()
         if self._steps == before:
             return
         for bucket in self._layout.buckets:
-            self._follow(bucket, grads, hypers, None)
+            self._follow(bucket, self._gradients(bucket), hypers, None)
         if self._steps >= self._how.warmup_steps:
             self._begin()
 
@@ -188,15 +190,9 @@ class LocalVariance(FlatOptimizer):
         return super()._may_defer()
 
     def _compressed_step(self, exchange: OneBitExchange) -> None:
-        grads, hypers = self._gradients(), self._hypers()
-        corrected = self._corrected(hypers)
-        steps, means = [], []
-        for bucket, codec in zip(exchange.layout.buckets, exchange.codecs, strict=True):
-            step = BucketStep(codec, corrected, None, self._steps + 1)
-            steps.append(step)
-            means.append(exchange.start(bucket, self._source(step, grads)))
-        for mean in means:
-            mean.serve()
+        hypers, corrected = self._hypers(), self._corrected()
+        steps = [BucketStep(codec, corrected, None, self._steps + 1) for codec in exchange.codecs]
+        means = self._means_of_buckets(self._compressed_start(exchange, corrected))
         gathered = [mean.gather() for mean in means]
         counts, keep = self._verdict([mean.usable for mean in means], self._may_defer())
         if not counts:
@@ -204,7 +200,7 @@ class LocalVariance(FlatOptimizer):
         rates = self._rates(corrected)
         for step, mean, messages in zip(steps, means, gathered, strict=True):
             mean.commit(keep)
-            self._follow(mean.bucket, grads, hypers, keep)
+            self._follow(mean.bucket, self._gradients(mean.bucket), hypers, keep)
             self._update(step.keeping(keep), messages, rates)
         if self._steps >= self._next_sync:
             self._settle()
@@ -227,7 +223,22 @@ class LocalVariance(FlatOptimizer):
         """What the directions of a bucket's layers are multiplied by, [layers of the bucket]; `rates`: lr of each."""
         return rates if self._awake is None else torch.where(self._awake[step.codec.bucket.layer_slice], rates, 0.0)
 
-    def _corrected(self, hypers: Hypers) -> Hypers:
+    def _compressed_start(self, exchange: OneBitExchange, corrected: Hypers) -> Start:
+        """The worker's part: how the mean of a bucket begins."""
+
+        def start(bucket: Bucket, comm: Comm) -> BucketMean:
+            step = BucketStep(exchange.codecs[bucket.index], corrected, None, self._steps + 1)
+            return exchange.start(bucket, self._source(step, self._gradients(bucket)), None, comm)
+
+        return start
+
+    def _coming_start(self) -> Start | None:
+        if self._exchange is None:
+            return super()._coming_start()
+        self._settle()
+        return self._compressed_start(self._exchange, self._corrected())
+
+    def _corrected(self) -> Hypers:
         """The same for a direction z: (z / w + weight_decay x) lr is (z + weight_decay w x) lr / w.
 
         w is what is missing in the first updates: with bias correction the momentum's weight, else the root of the

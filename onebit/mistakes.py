@@ -91,7 +91,8 @@ class _Mistake(OneBitOptimizer):
         hypers, grads = self._hypers(), self._gradients()
         means = []
         for bucket in self._layout.buckets:
-            means.append(exchange.start(bucket, self._input(bucket, self._gathered(bucket, grads), hypers)))
+            g = self._gathered(bucket, grads[bucket.layer_slice])
+            means.append(exchange.start(bucket, self._input(bucket, g, hypers)))
         for mean in means:
             mean.serve()
         decoded = [mean.wait() for mean in means]

@@ -40,7 +40,7 @@ class OneBitAdam(AdamRate, OneBitOptimizer):
         bias_correction: as in AdamW; off, as released. In the compressed stage the momentum's goes on, and the
             variance's stays what it was at the switch.
         freeze_step, total_steps, codec, variance_floor, dead_elements, state, warmup_transport, bucket_elements,
-        guard: as in `OneBitLamb`.
+        guard, overlap: as in `OneBitLamb`.
             Compact state takes 3.2 instead of 8.1 bytes per parameter, and 4 / n more for the server error.
         momentum_scales: as in `OneBitLamb`; off, as released, also where layers share a scale.
         error_feedback: "unscaled"; or "none", which drops what compression leaves out of each step: for comparisons
@@ -74,6 +74,7 @@ class OneBitAdam(AdamRate, OneBitOptimizer):
         total_steps: int | None = None,
         guard: SwitchGuard | None = None,
         error_feedback: Literal["unscaled", "none"] = "unscaled",
+        overlap: bool = False,
     ) -> None:
         check_in("bias_correction", bias_correction, (True, False))
         codec = OneBit() if codec is None else codec
@@ -83,7 +84,9 @@ class OneBitAdam(AdamRate, OneBitOptimizer):
         )
         self._bias_correction = bias_correction
         self._frozen_at = self._compressed_updates = 0  # updates at the last switch, and those that left v alone
-        super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements, overlap
+        )
 
     def _settings(self) -> list[tuple[str, str]]:
         return [*super()._settings(), ("bias_correction", str(self._bias_correction))]

@@ -69,6 +69,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         warmup_transport: how gradients are averaged in the warm-up, "fp32", "bf16", "int8" or "int4", as in `Lamb`.
             What integers left unsent goes out with the momentum (DEV-19).
         bucket_elements: layers are exchanged in buckets of about this many elements; None: one bucket.
+        overlap: as in `Lamb`, in both stages.
 
     Raises:
         ConfigError: a value outside what is listed above.
@@ -105,6 +106,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         bucket_elements: int | None = DEFAULT_BUCKET_ELEMENTS,
         total_steps: int | None = None,
         guard: SwitchGuard | None = None,
+        overlap: bool = False,
     ) -> None:
         if not 0 < factor_min <= factor_max:
             raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
@@ -125,7 +127,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         self._ratio_rule = lamb.RatioRule(form, factor_min, factor_max, factor_threshold)
         self._scaled_error = error_feedback == "scaled"
         self._coeff_bias_correction = not shared if coeff_bias_correction is None else coeff_bias_correction
-        super().__init__(params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, warmup_transport, process_group, comm, bucket_elements, overlap
+        )
 
     def stats(self) -> dict[str, Any]:
         """As of every optimizer here; coefficients, {layer name: last coefficient}; and in the compressed stage the
@@ -220,6 +224,10 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         v = self._flat["variance"][run.slice].to(self._dtype)
         lamb.late_coefficients(self._x[run.layer_slice], m, v, average, weight, run, hyper, self._coeff_rule)
         return bool(((weight == 0) & (run.norms(m) > 0)).any())
+
+    def _premises(self) -> Any:
+        rates = [group["lr"] for group in self.param_groups] if self._scaled_error else []
+        return super()._premises(), rates
 
     def _error_factor(self, rates: Tensor) -> Tensor | None:
         """How the step sizes shrank or grew, the factor on both errors: [layers], or None for 1. (DEV-4, DEV-16)"""

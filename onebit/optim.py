@@ -92,6 +92,7 @@ class FlatOptimizer(StepGradients):
             ConfigError: the workers' parameters differ at the moment (`in_sync`).
         """
         self._make_ready()
+        self._spoil()
         if not self.in_sync:
             raise ConfigError("fold_errors was called after a local step, when each worker has its own parameters")
         for exchange in (self._exchange, None if self._quantised is None else self._quantised.exchange):
@@ -131,7 +132,8 @@ class FlatOptimizer(StepGradients):
         finally:
             self._stepped.unscale = None
         self._forget_means()
-        self.payload_bytes += self.comm.payload_bytes - before
+        self._prepare_next()
+        self.payload_bytes += self.comm.payload_bytes - before + self._payload_of_lane()
         return loss
 
     def _is_rehearsal(self) -> bool:
@@ -198,6 +200,7 @@ class FlatOptimizer(StepGradients):
         """
         self._settle()
         return {
+            **super().stats(),
             "stage": self.stage.value,
             "step": self._steps,
             "skipped_steps": self._skipped_steps,

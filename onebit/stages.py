@@ -109,6 +109,7 @@ class TwoStages(FlatOptimizer):
         """
         check_whole("refreeze steps", steps, 1)
         self._settle()
+        self._spoil()
         if self._exchange is not None:
             self._leave_compressed()
             self._rewarmed = True

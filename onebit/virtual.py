@@ -30,6 +30,14 @@ class _Meeting:
         self._laid: dict[int, tuple[str, Any]] = {}
         self._seen: list[tuple[str, Any]] = []
         self._gone: str | None = None
+        self._besides: list[_Meeting] = []
+
+    def beside(self, rank: int) -> _Meeting:
+        """Another one of the same workers, that whoever leaves this one leaves too."""
+        if rank == 0:
+            self._besides.append(_Meeting(self.size))
+        made: list[_Meeting] = self.exchange(rank, "beside", self._besides[-1] if rank == 0 else None)
+        return made[0]
 
     def exchange(self, rank: int, kind: str, value: Any) -> list[Any]:
         """Every worker's value, in order. `kind` names the collective and must be the same on all."""
@@ -56,6 +64,8 @@ class _Meeting:
         with self._changed:
             self._gone = self._gone or f"worker {rank} {how}"
             self._changed.notify_all()
+        for other in self._besides:
+            other.leave(rank, how)
 
 
 class Virtual(Comm):
@@ -78,6 +88,9 @@ class Virtual(Comm):
     @property
     def size(self) -> int:
         return self._meeting.size
+
+    def beside(self) -> Virtual:
+        return Virtual(self._rank, self._meeting.beside(self._rank))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._meeting.exchange(self.rank, "all_gather_bytes", data)

@@ -39,9 +39,9 @@ class Weights:
         """What the step reads and changes, one per parameter."""
         return [self.masters[i] if i in self.masters else local(p) for i, p in enumerate(self._params)]
 
-    def gradients(self) -> list[Tensor | None]:
+    def gradients(self, which: slice = slice(None)) -> list[Tensor | None]:
         """This worker's gradients, one per parameter, in `dtype`: 16-bit ones are copied, times `unscale`."""
-        grads = [None if p.grad is None else local(p.grad) for p in self._params]
+        grads = [None if p.grad is None else local(p.grad) for p in self._params[which]]
         return [g if g is None or g.dtype == self.dtype else self._widened(g) for g in grads]
 
     def _widened(self, g: Tensor) -> Tensor:

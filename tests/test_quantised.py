@@ -93,7 +93,10 @@ def test_nothing_is_lost_over_many_steps(sizes, n, bits, seed):
                 generator = torch.Generator().manual_seed(seed + 1000 * t + 100 * comm.rank + layer.index)
                 view.copy_(torch.randn(layer.shape, generator=generator, dtype=torch.float64))
             out = torch.empty_like(x)
-            mean.take([TensorSource(x[b.slice].clone()) for b in layout.buckets], out)
+            means = [mean.exchange.start(b, TensorSource(x[b.slice].clone())) for b in layout.buckets]
+            for under_way in means:
+                under_way.serve()
+            mean.take(means, out)
             mean.commit(None)
             sent, given_ = sent + out, given_ + x
         comm.all_reduce(given_)

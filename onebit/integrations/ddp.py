@@ -88,6 +88,7 @@ def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
     """What DDP calls for each bucket, in the same order on all workers."""
     optimizer, comm, buffer = state.optimizer, state.comm, bucket.buffer()
     if not optimizer.wants_means or comm.size == 1:
+        optimizer._ddp_rewrites()
         done: Future[Tensor] = Future()
         done.set_result(buffer)
         return done
