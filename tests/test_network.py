@@ -265,20 +265,22 @@ def test_what_is_missing_is_named(change, message, monkeypatch, capsys):
 @network
 def test_a_small_comparison_measures_time_payload_and_wire(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "network" / "compare.py"), "--model", "small"]
-    command += ["--mbit", "200", "--rows", "ddp-fp16,1bit-lamb,post-local-sgd", "--rounds", "1", "--block", "0.1"]
-    command += ["--profile", "1bit-lamb"]
+    command += ["--mbit", "200", "--rows", "ddp-fp16,1bit-lamb,post-local-sgd,diloco", "--rounds", "1"]
+    command += ["--block", "0.1", "--profile", "1bit-lamb"]
     done = subprocess.run([*command, "--micro-batch", "1", "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("network-*.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records[0]["versions"]["onebit"] == onebit.__version__
     rows = {record["row"]: record for record in records if record["kind"] == "row"}
-    assert set(rows) == {"compute", "ddp-fp16", "1bit-lamb", "post-local-sgd"}
+    assert set(rows) == {"compute", "ddp-fp16", "1bit-lamb", "post-local-sgd", "diloco"}
     elements = rows["1bit-lamb"]["parameters"]
     assert rows["ddp-fp16"]["payload_bytes_per_host_step"] == 2 * elements
     assert tables.wire(rows["ddp-fp16"]) == pytest.approx(2 * elements * FRAME, rel=0.05)
     assert 1 / 17 < tables.wire(rows["1bit-lamb"]) / tables.wire(rows["ddp-fp16"]) < 1 / 12
-    assert rows["post-local-sgd"]["steps"] % 8 == 0
+    for name in ("post-local-sgd", "diloco"):  # all weights in fp32, once in 8 steps
+        assert (rows[name]["steps"] % 8, rows[name]["payload_bytes_per_host_step"]) == (0, elements / 2)
+        assert tables.wire(rows[name]) == pytest.approx(elements / 2 * FRAME, rel=0.1)
     assert "| 1bit-lamb |" in done.stdout
     assert "steps of worker 0 at 200 Mbit/s" in done.stdout
     assert "tottime" in done.stdout

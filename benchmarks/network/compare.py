@@ -253,7 +253,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="base", help="base: a BERT of 10.5 M parameters")
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences of a step and worker")
     parser.add_argument("--tokens", type=int, default=32, help="of a sequence")
-    parser.add_argument("--local-steps", type=int, default=8, help="of PostLocalSGD between averages")
+    parser.add_argument("--local-steps", type=int, default=8, help="of PostLocalSGD and DiLoCo between averages")
     parser.add_argument("--rounds", type=int, default=3, help="at each rate, after one that is not counted")
     parser.add_argument("--block", type=float, default=2.0, help="seconds of a row in a round, at least one step")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds until a row without answer has failed")

@@ -6,6 +6,7 @@ import json
 import queue
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ class Fleet:
     Args:
         network: entered, and not limited while the workers start.
         per_host: workers of a host.
-        options: of `rows.Bench`, and patience_s.
+        options: what the worker is started with, as its argument in JSON; of these, patience_s is how long an answer
+            may take.
+        worker: a program that takes orders and answers as worker.py does.
+        environment: more variables.
 
     Attributes:
         elements: of the model.
@@ -43,13 +47,20 @@ class Fleet:
         RowFailed: entering, the workers did not start.
     """
 
-    def __init__(self, network: Network, per_host: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        per_host: int,
+        options: dict[str, Any],
+        worker: Path = WORKER,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._patience_s = float(options["patience_s"])
         self._answers: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._last_words: dict[int, str] = {}
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, str(WORKER), json.dumps(options)]
-        self._workers = Workers(network, per_host, command, self._heard, quiet)
+        command = [sys.executable, str(worker), json.dumps(options)]
+        self._workers = Workers(network, per_host, command, self._heard, {**quiet, **(environment or {})})
         self.elements = 0
 
     def __enter__(self) -> Fleet:

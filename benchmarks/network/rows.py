@@ -21,6 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from benchmarks.network.local_steps import DiLoCo
 from onebit.comm import Comm, Distributed, Solo, ring_all_reduce_bytes
 
 MODELS: dict[str, dict[str, int]] = {
@@ -73,7 +74,7 @@ class Bench:
     Args:
         model: of MODELS.
         micro_batch, tokens: shape of a step's input, random tokens, other ones on every worker.
-        local_steps: of PostLocalSGD, between two averages.
+        local_steps: of PostLocalSGD between two averages, and of DiLoCo between two outer steps.
         per_host: workers of a host.
     """
 
@@ -183,9 +184,32 @@ def post_local_sgd(bench: Bench) -> Row:
     return Row(step, payload_per_step=inside + over_all / bench.local_steps, unit=bench.local_steps)
 
 
+def diloco(bench: Bench) -> Row:
+    """AdamW on each worker alone, and an outer step every so many; hosts are no different from workers here."""
+    comm = timed(bench)
+    model = bench.new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    outer = DiLoCo(model.parameters(), comm, bench.local_steps)
+
+    def step() -> float:
+        seconds = bench.backward(model)
+        optimizer.step()
+        outer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return seconds
+
+    for _ in range(bench.local_steps):
+        step()
+    return Row(step, lambda: comm.payload_bytes, waited=lambda: getattr(comm, "seconds", 0.0), unit=bench.local_steps)
+
+
+def timed(bench: Bench) -> Comm:
+    return TimedComm() if bench.size > 1 else Solo()
+
+
 def ours(bench: Bench, make: Callable[..., Any], prime: int, **settings: Any) -> Row:
-    """One of this library's optimizers after `prime` steps on made-up gradients."""
-    comm: Comm = TimedComm() if bench.size > 1 else Solo()
+    """One of this library's optimizers after `prime` steps on made-up gradients; `settings` are its arguments."""
+    comm = timed(bench)
     optimizer = make(bench.plain.named_parameters(), lr=LR, comm=comm, **settings)
     bench.make_up_gradients(1000 + bench.rank)
     for _ in range(prime):
@@ -231,6 +255,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "powersgd-1": partial(power_sgd, rank=1),
     "powersgd-4": partial(power_sgd, rank=4),
     "post-local-sgd": post_local_sgd,
+    "diloco": diloco,
     "lamb-fp32": partial(ours, make=onebit.OneBitLamb, freeze_step=NEVER, prime=1),
     "lamb-bf16": partial(ours, make=onebit.OneBitLamb, freeze_step=NEVER, prime=1, warmup_transport="bf16"),
     "lamb-int8": partial(ours, make=onebit.Lamb, prime=1, transport="int8"),
@@ -265,6 +290,9 @@ METHODS = [
     Method("DDP, PowerSGD rank 1, bf16 hook before", "powersgd-1", "ddp-bf16"),
     Method("DDP, PowerSGD rank 4, bf16 hook before", "powersgd-4", "ddp-bf16"),
     Method("PostLocalSGD, bf16 hook before", "post-local-sgd", "ddp-bf16"),
+    Method("DiLoCo", "diloco"),
+    Method("LAMB, fp32", "lamb-fp32"),
+    Method("LAMB, bf16", "lamb-bf16"),
     Method("LAMB, int8", "lamb-int8"),
     Method("LAMB, int4", "lamb-int4"),
     Method("1-bit LAMB, fp32 warm-up", "1bit-lamb", "lamb-fp32"),
