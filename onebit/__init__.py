@@ -17,6 +17,7 @@ from onebit.local_variance import Schedule
 from onebit.onebit_adam import OneBitAdam
 from onebit.onebit_lamb import OneBitLamb
 from onebit.presets import PAPER
+from onebit.two_level import two_level
 from onebit.version import __version__ as __version__
 from onebit.virtual import run_workers
 from onebit.zero_one_adam import ZeroOneAdam
@@ -42,6 +43,7 @@ __all__ = [
     "ZeroOneAdam",
     "attach",
     "run_workers",
+    "two_level",
 ]
 
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from onebit.checks import check_in
 from onebit.comm import Comm
 from onebit.exchange import BucketMean, Exchange, write_error
+from onebit.kernels.compact import Int8
 from onebit.layout import FlatLayout
 from onebit.quantised import Bits, QuantisedCodec
 from onebit.sharding import is_sharded, local
+from onebit.two_level import build_exchange
 
 FullTransport = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "bf16", "int8", "int4"]
@@ -82,7 +84,7 @@ class QuantisedMean:
 
     def __init__(self, layout: FlatLayout, codecs: Sequence[QuantisedCodec], comm: Comm) -> None:
         first = codecs[0]
-        self.exchange: Exchange[QuantisedCodec] = Exchange(layout, None, comm, first.dtype, first.device, codecs)
+        self.exchange: Exchange[QuantisedCodec] = build_exchange(layout, comm, first.dtype, first.device, codecs)
         self._under_way: list[BucketMean] = []
 
     def take(self, means: Sequence[BucketMean], out: Tensor) -> None:
@@ -98,8 +100,8 @@ class QuantisedMean:
 
     def hand_over(self, to: Exchange[Any], factor: Tensor) -> None:
         """What was not sent yet becomes the errors of another exchange of the same layout, times `factor`, [numel]."""
-        for bucket, codec in zip(self.exchange.layout.buckets, to.codecs, strict=True):
-            here, mine = to.server_slice(bucket), factor[bucket.slice].view(bucket.workers, -1)[to.comm.rank]
-            left = self.exchange.worker_error[bucket.slice] * factor[bucket.slice]
-            write_error(to.errors[bucket.index], left, None, codec.alive)
-            torch.mul(self.exchange.server_error[here], mine, out=to.server_error[here])
+        mine, left = to.own_part(factor), self.exchange.worker_error
+        sizes = [error.data.numel() if isinstance(error, Int8) else error.numel() for error in to.errors]
+        for error, codec, unsent in zip(to.errors, to.own_codecs, torch.split(left * mine, sizes), strict=True):
+            write_error(error, unsent, None, codec.alive)
+        torch.mul(self.exchange.server_error, to.served_part(factor), out=to.server_error)

@@ -252,8 +252,10 @@ def apply(saved: Saved, given: Tree, named: dict[str, Any], plan: Tree) -> None:
     optimizer, same = given["optimizer"], saved.processes == saved.comm.size
     if isinstance(optimizer, FlatOptimizer):
         shard = _shard(optimizer)
-        if len(saved.workers(shard)) == optimizer.comm.size:
-            optimizer.load_state_dict(next(saved.optimizer_states(shard, optimizer.comm.rank)))
+        workers, rank = saved.workers(shard), optimizer.comm.rank
+        mine = next(saved.optimizer_states(shard, rank)) if len(workers) == optimizer.comm.size else None
+        if mine is not None and optimizer.same_workers(mine["onebit"]):
+            optimizer.load_state_dict(mine)
         else:
             optimizer.load_state_dicts(saved.optimizer_states(shard))
     elif optimizer is not None:

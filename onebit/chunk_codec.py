@@ -31,9 +31,13 @@ class ChunkCodec(ABC):
     def set_alive(self, alive: Tensor | None) -> None:
         """Elements whose `alive`, bool [bucket], is False take no part; None: all do."""
 
-    @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
         """The worker side, all chunks: x [bucket], zero in the padding -> uint8 [workers, message_bytes]."""
+        return self.encode_chunks(x, range(self.bucket.workers))
+
+    @abstractmethod
+    def encode_chunks(self, x: Tensor, chunks: range) -> Tensor:
+        """`encode` for some chunks in a row: x [chunks x chunk] -> uint8 [chunks, message_bytes]."""
 
     @abstractmethod
     def encode_chunk(self, x: Tensor, chunk: int) -> Tensor:
@@ -53,7 +57,13 @@ class ChunkCodec(ABC):
 
     def subtract(self, x: Tensor, messages: Tensor) -> Tensor:
         """x - decode(messages), in the memory of x, [bucket]."""
-        return x.sub_(self.decode(messages))
+        return self.subtract_chunks(x, messages, range(self.bucket.workers))
+
+    def subtract_chunks(self, x: Tensor, messages: Tensor, chunks: range) -> Tensor:
+        """`subtract` for some chunks in a row: x [chunks x chunk], messages [chunks, message_bytes]."""
+        for message, chunk, row in zip(messages, chunks, x.view(len(chunks), -1), strict=True):
+            row -= self.decode_chunk(message, chunk)
+        return x
 
     @property
     def alive(self) -> Tensor | None:

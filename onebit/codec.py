@@ -111,25 +111,19 @@ class BucketCodec(ChunkCodec):
             for row, spans in zip(rows, self.spans, strict=True)
         ]
 
-    def encode(self, x: Tensor) -> Tensor:
-        """The worker side: all chunks of a bucket.
-
-        Args:
-            x: [bucket], zero in the padding. A dead element must be zero, or its bit is wasted; nan and inf
-                anywhere, dead elements included, make a scale non-finite.
-
-        Returns:
-            uint8 [workers, message_bytes].
-        """
-        alive = self.alive
-        if alive is not None:
-            x = x * alive
-        rows = x.view(self.bucket.workers, -1)
+    def encode_chunks(self, x: Tensor, chunks: range) -> Tensor:
+        """The worker side. A dead element of x must be zero, or its bit is wasted; nan and inf anywhere, dead elements
+        included, make a scale non-finite. With scale="bucket" these chunks share one."""
+        if self.packed_alive is not None:
+            mask = self.packed_alive.view(self.bucket.workers, -1)[chunks.start : chunks.stop]
+            x = x * unpack_bits(mask.flatten())
+        rows = x.view(len(chunks), -1)
         if self.codec.scale == "bucket":
-            scale = self._shared_scale(x)
-            scales = [scale.expand(blocks) for blocks in self.blocks]
+            live = torch.cat([self.live[chunk] for chunk in chunks]).sum()
+            scale = self.scale_of(self._norm(x), live)
+            scales = [scale.expand(self.blocks[chunk]) for chunk in chunks]
         else:
-            scales = [self._chunk_scales(row, j) for j, row in enumerate(rows)]
+            scales = [self._chunk_scales(row, chunk) for row, chunk in zip(rows, chunks, strict=True)]
         return torch.stack([self._message(row, scale) for row, scale in zip(rows, scales, strict=True)])
 
     def encode_chunk(self, x: Tensor, chunk: int) -> Tensor:
@@ -203,9 +197,6 @@ class BucketCodec(ChunkCodec):
             return row.new_zeros(0)
         norms = torch.stack([self._norm(row[a:b]) for a, b in self.spans[chunk]])
         return self.scale_of(norms, self.live[chunk])
-
-    def _shared_scale(self, x: Tensor) -> Tensor:
-        return self.scale_of(self._norm(x), torch.cat(self.live).sum())
 
     def _norm(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, 2 if self.codec.kind == "rms" else 1, dtype=torch.float64)

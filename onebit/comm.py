@@ -87,6 +87,14 @@ class Comm(ABC):
             f"a {type(self).__name__} cannot make a further group, which overlap needs; leave overlap off"
         )
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """The group that this worker is in, of several that share no worker, each a list of ranks. A collective.
+
+        Raises:
+            ConfigError: this kind of comm cannot make one.
+        """
+        raise ConfigError(f"a {type(self).__name__} cannot be split into groups, which two levels need")
+
     def control(self) -> Comm:
         """As `beside`, but on the CPU, where control messages do not wait for an accelerator. A collective."""
         return self.beside()
@@ -186,9 +194,15 @@ class Distributed(Comm):
     def control(self) -> Distributed:
         return Distributed(self._new_group("gloo"))
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """A further group of these workers; other processes need not take part."""
-        ranks = self.ranks
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        ranks, mine = self.ranks, next(group for group in groups if self.rank in group)
+        if len(mine) == 1:
+            return Solo()
+        return Distributed(self._new_group(dist.get_backend(self._group), [ranks[i] for i in mine]))
+
+    def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """A further group of these workers, or of those with these global ranks; others need not take part."""
+        ranks = self.ranks if ranks is None else ranks
         whole = len(ranks) == dist.get_world_size()
         group: dist.ProcessGroup = self._run(
             lambda: dist.new_group(ranks, backend=backend, timeout=_timeout(), use_local_synchronization=not whole)
@@ -200,6 +214,11 @@ class Distributed(Comm):
         self.payload_bytes += ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
         work = self._run(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+    @property
+    def backend(self) -> str:
+        """What moves the bytes: "gloo" or "nccl"."""
+        return str(dist.get_backend(self._group))
 
     @property
     def ranks(self) -> list[int]:

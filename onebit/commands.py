@@ -1,4 +1,4 @@
-"""The commands of `onebit`: train, compare, plan, bench, info."""
+"""The commands of `onebit`: train, compare, plan, probe, doctor, bench, info."""
 
 import json
 import os
@@ -20,11 +20,13 @@ from onebit.bench import measure
 from onebit.build import check_optimizer
 from onebit.compare import compare as compare_optimizers
 from onebit.compare import recipes_for
+from onebit.doctor_command import doctor_command
 from onebit.errors import ConfigError, OnebitError
 from onebit.job import versions
 from onebit.kernels import choose
 from onebit.launch import Interrupted, perform
 from onebit.plan_command import plan_command
+from onebit.probe_command import probe_command
 from onebit.recipe import OPTIMIZERS, Recipe, freeze_flag, load, number, parse, resolve
 from onebit.report import SUMMARY, Output, check_out, summary_table
 from onebit.text import text_files
@@ -204,6 +206,8 @@ def _clear_errors() -> Iterator[None]:
 
 
 app.command("plan")(_clear_errors()(plan_command))
+app.command("probe")(_clear_errors()(probe_command))
+app.command("doctor")(_clear_errors()(doctor_command))
 
 
 def _leave(message: str, status: int) -> None:

@@ -29,6 +29,7 @@ from onebit.overlap import Start
 from onebit.resize import Extra, Resize
 from onebit.saved import by_layer
 from onebit.stages import TwoStages
+from onebit.two_level import build_exchange
 
 log = logging.getLogger("onebit")
 
@@ -241,8 +242,8 @@ class OneBitOptimizer(TwoStages):
         how = self._compression
         codec = how.codec
         codecs = [self._backend.codec(bucket, codec) for bucket in self._layout.buckets]
-        self._exchange = OneBitExchange(
-            self._layout, codec, self.comm, self._dtype, self._device, codecs, self._compact, how.feedback
+        self._exchange = build_exchange(
+            self._layout, self.comm, self._dtype, self._device, codecs, self._compact, how.feedback
         )
         self._momentum: list[Momentum | Tensor] = [self._flat["momentum"][b.slice] for b in self._layout.buckets]
         self._mask = self._user_mask()

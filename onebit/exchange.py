@@ -85,7 +85,26 @@ class Exchange(Generic[C]):
     @property
     def worker_error(self) -> Tensor:
         """[layout.numel], this worker's residual; a copy where it is compact."""
-        return torch.cat([_read(error) for error in self.errors]) if self._flat_error is None else self._flat_error
+        return torch.cat([read_error(error) for error in self.errors]) if self._flat_error is None else self._flat_error
+
+    @property
+    def own_codecs(self) -> Sequence[ChunkCodec]:
+        """One for each of `errors`."""
+        return self.codecs
+
+    @property
+    def served_chunk(self) -> int:
+        """The chunk of every bucket that this worker serves."""
+        return self.comm.rank
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """Of [layout.numel], what lies where this worker's errors do, as `worker_error`; may be a view."""
+        return full
+
+    def served_part(self, full: Tensor) -> Tensor:
+        """Of [layout.numel], what lies where `server_error` does: a new tensor."""
+        rows = [full[bucket.slice].view(bucket.workers, -1)[self.served_chunk] for bucket in self.layout.buckets]
+        return torch.cat(rows)
 
     def total_error(self) -> Tensor:
         """What was not sent yet: the mean of the worker errors, plus the server errors; [layout.numel], new.
@@ -97,7 +116,7 @@ class Exchange(Generic[C]):
             total /= self.comm.size
         self.comm.all_reduce(total)
         for bucket in self.layout.buckets:
-            mine = self.server_error[self.server_slice(bucket)].contiguous().view(torch.uint8)
+            mine = self.server_error[bucket.served_slice].contiguous().view(torch.uint8)
             total[bucket.slice] += self.comm.all_gather(mine).wait().flatten().view(total.dtype)
         return total
 
@@ -158,10 +177,6 @@ class Exchange(Generic[C]):
         source = TensorSource(source) if isinstance(source, Tensor) else source
         return BucketMean(self, bucket, source, error_factor, self.comm if comm is None else comm)
 
-    def server_slice(self, bucket: Bucket) -> slice:
-        """Where the chunk of `bucket` that this worker serves lies in `server_error`."""
-        return bucket.served_slice
-
     def note_headers(self, headers: list[Tensor]) -> None:
         """Remember whether any worker asked for its dead elements to wake. Only asked for where some are dead."""
         if self.some_dead:
@@ -177,14 +192,13 @@ class Exchange(Generic[C]):
         if alive is None:
             return None
         self.wake_wanted = False
-        woken = torch.cat(
-            [
-                self._any(~alive[bucket.slice] & _read(error).ne(0))
-                for error, bucket in zip(self.errors, self.layout.buckets, strict=True)
-            ]
-        )
+        woken = torch.cat([self._any(self._holding(alive, bucket)) for bucket in self.layout.buckets])
         self.set_alive(alive | woken)
         return woken
+
+    def _holding(self, alive: Tensor, bucket: Bucket) -> Tensor:
+        """Which dead elements of a bucket have an error here; `alive`: bool [layout.numel]."""
+        return ~alive[bucket.slice] & read_error(self.errors[bucket.index]).ne(0)
 
     def _any(self, flags: Tensor) -> Tensor:
         """Logical or of bool [bucket] over the workers, through the same two phases."""
@@ -196,7 +210,7 @@ class Exchange(Generic[C]):
 OneBitExchange = Exchange[BucketCodec]
 
 
-def _read(error: Tensor | Int8) -> Tensor:
+def read_error(error: Tensor | Int8) -> Tensor:
     return error.read() if isinstance(error, Int8) else error
 
 
@@ -225,6 +239,9 @@ class Source(Protocol):
     ) -> None:
         """error = input - decode(sent), in place, where `keep` is true."""
 
+    def values(self, codec: ChunkCodec) -> Tensor:
+        """This worker's own value, [bucket], zero in the padding; what `encode` adds the error to. Used up."""
+
 
 class TensorSource:
     """A source whose values are all there: `x`, [bucket], zero in the padding; used up."""
@@ -247,9 +264,12 @@ class TensorSource:
         self._add(codec, error, error_factor)
         write_error(error, codec.subtract(self._input, sent), keep, codec.alive)
 
+    def values(self, codec: ChunkCodec) -> Tensor:
+        return self._input
+
     def _add(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> None:
         if not self._complete:
-            old = _read(error)
+            old = read_error(error)
             self._input += old if error_factor is None else old * codec.spread_layers(error_factor, 1.0)
         self._complete = True
 
@@ -271,6 +291,9 @@ class LateSource:
         self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
         self._make().commit(codec, error, error_factor, sent, keep)
+
+    def values(self, codec: ChunkCodec) -> Tensor:
+        return self._make().values(codec)
 
 
 class BucketMean:
@@ -298,12 +321,15 @@ class BucketMean:
         Sets the bool tensors `finite`, whether all scales are, and `usable`, whether their squares are too with `ROOM`;
         and `headers`.
         """
-        gathered = self._pending.wait()
+        gathered = self._all_messages()
         scales = self._codec.all_scales(gathered)
         self.finite = torch.isfinite(scales).all()
         self.usable = torch.isfinite((scales * ROOM).square()).all()
         self.headers = self._codec.header(gathered)
         return gathered
+
+    def _all_messages(self) -> Tensor:
+        return self._pending.wait()
 
     def wait(self) -> Tensor:
         """`gather`, decoded: the mean, [bucket]."""
@@ -324,12 +350,12 @@ class BucketMean:
     def _commit_asleep(self, keep: Tensor | None) -> None:
         """Keep the inputs of dead elements, which were not compressed but not sent at all, and nothing else."""
         error, alive = self._exchange.errors[self.bucket.index], self._codec.alive
-        held = torch.zeros_like(_read(error))
+        held = torch.zeros_like(read_error(error))
         if alive is not None:
             self._source.commit(self._codec, error, self._factor, self._sent, keep)
-            held = torch.where(alive, held, _read(error))
+            held = torch.where(alive, held, read_error(error))
         write_error(error, held, keep, alive)
 
     @property
     def _server_error(self) -> Tensor:
-        return self._exchange.server_error[self._exchange.server_slice(self.bucket)]
+        return self._exchange.server_error[self.bucket.served_slice]

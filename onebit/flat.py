@@ -22,6 +22,7 @@ from onebit.exchange import OneBitExchange
 from onebit.kernels import choose
 from onebit.layout import Combine, FlatLayout
 from onebit.sharding import Shards, even_sizes, find_shards, local
+from onebit.two_level import TwoLevel
 from onebit.version import __version__
 from onebit.weights import Weights
 
@@ -142,10 +143,17 @@ class FlatState(torch.optim.Optimizer):
     def _structure(self) -> list[tuple[str, str]]:
         """What decides which state there is and how it lies in memory."""
         named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
+        if self._local_size > 1:
+            named += [("workers of a machine", str(self._local_size))]
         named += [("dtype", ", ".join(sorted({str(p.dtype) for p in self._params()})))]
         named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
         named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
         return named + [(f"shape of parameter {i}", str(tuple(p.shape))) for i, p in enumerate(self._params())]
+
+    @property
+    def _local_size(self) -> int:
+        """How many workers average in full precision before bits are exchanged; 1 without two levels."""
+        return self.comm.inside.size if isinstance(self.comm, TwoLevel) else 1
 
     def _prepare(self) -> None:
         """Before the first step, and the first after a load: compare the workers; lay out the state if need be."""

@@ -23,6 +23,7 @@ from onebit.optim import FlatOptimizer
 from onebit.recipe import Recipe
 from onebit.report import Display, Metrics, Summary
 from onebit.resume import Checkpoints, Roll, Step, pack_steps, unpack_steps
+from onebit.switch_gain import Gain, SwitchGain
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
 
 BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
@@ -47,6 +48,8 @@ class Job:
         self._steps: list[Step] = []
         self._bad_steps = 0
         self._skipped_before = 0
+        self._gain = SwitchGain()
+        self._compute_s = 0.0  # of the last step, in forward and backward
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker remembers of the run so far, beside model, optimizer and schedule."""
@@ -57,6 +60,8 @@ class Job:
         """Put it back."""
         self._bad_steps, self._skipped_before = state["bad_steps"], state["skipped_before"]
         self.eval_loss, self._steps = state["eval_loss"], unpack_steps(state["steps"], self.device)
+        for step in self._steps:
+            self._gain.add(step.stage, step.seconds, step.payload_bytes)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -78,8 +83,9 @@ class Job:
             layers.write(layers=layer_names(self.optimizer))
         self.model.train()
         for number in range(self.done + 1, train.steps + 1):
-            self._steps.append(self._step(number))
-            last = number == train.steps
+            step, last = self._step(number), number == train.steps
+            self._steps.append(step)
+            self._say_gain(self._gain.add(step.stage, step.seconds, step.payload_bytes, self._compute_s), display)
             if number % train.log_every == 0 or last:
                 self._log(number, metrics, display)
             evaluated, at_switch = number % self.eval_every == 0 or last, self._at_switch(number)
@@ -97,6 +103,7 @@ class Job:
                 layers.write(step=number, stage=self._stage, **layer_stats(self.optimizer))
             if self.checkpoints is not None and self.checkpoints.due(number):
                 self.checkpoints.save(number, **self.parts)
+        self._say_gain(self._gain.finish(), display)
         if self.checkpoints is not None:
             self.checkpoints.finish()
         if not math.isfinite(self.eval_loss):
@@ -113,6 +120,11 @@ class Job:
         if optimizer.switch_outlook:
             display.say(f"before the switch: {optimizer.switch_outlook}")
         display.say(f"step {number}: the warm-up stage ends ({optimizer.freeze_reason})")
+
+    def _say_gain(self, gain: Gain | None, display: Display | None) -> None:
+        """Say once, on worker 0, what the switch brought."""
+        if gain is not None and display is not None:
+            display.say(f"the switch: {gain.sentence}")
 
     @property
     def _stage(self) -> str:
@@ -168,6 +180,7 @@ class Job:
             loss = self._loss(part, part_labels) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        self._compute_s = self._now() - began
         self.roll.arrive(number)
         before = self.comm.payload_bytes
         if self._average is not None:
@@ -179,12 +192,7 @@ class Job:
         return Step(stage, total, lr, payload, self._now() - began)
 
     def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of the masked tokens, summed; the output layer is computed for these alone."""
-        inputs, labels = inputs.to(self.device), labels.to(self.device)
-        hidden = self.model.bert(input_ids=inputs).last_hidden_state
-        chosen = labels != IGNORED
-        scores = self.model.cls(hidden[chosen])
-        return torch.nn.functional.cross_entropy(scores, labels[chosen], reduction="sum")
+        return masked_loss(self.model, inputs.to(self.device), labels.to(self.device))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -271,7 +279,21 @@ class Job:
             freeze_reason=self.optimizer.freeze_reason if isinstance(self.optimizer, OneBitOptimizer) else "",
             versions=versions(),
             recipe=in_words(self.recipe),
+            switch_gain=None if self._gain.gain is None else self._gain.gain.as_mapping(),
         )
+
+
+def masked_loss(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of the masked tokens, summed; the output layer is computed for these alone.
+
+    Args:
+        model: a BertForMaskedLM.
+        inputs, labels: int64 [windows, tokens] on its device; labels are `text.IGNORED` where nothing is masked.
+    """
+    hidden = model.bert(input_ids=inputs).last_hidden_state
+    chosen = labels != IGNORED
+    scores = model.cls(hidden[chosen])
+    return torch.nn.functional.cross_entropy(scores, labels[chosen], reduction="sum")
 
 
 def in_words(recipe: Recipe) -> dict[str, Any]:

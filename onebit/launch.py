@@ -60,17 +60,34 @@ def launch(
         OnebitError: what a worker raised, or CommError when one died. All workers have ended by then.
         Interrupted: Ctrl-C or a request to end. All workers have ended by then.
     """
-    with tempfile.TemporaryDirectory(prefix="onebit-") as folder, _environment(), _interrupt_blocked_in_workers():
+    with tempfile.TemporaryDirectory(prefix="onebit-") as folder:
         plan = Path(folder) / "runs.json"
         plan.write_text(json.dumps([{"recipe": r.model_dump(mode="json"), "out": str(o.resolve())} for r, o in runs]))
-        arguments = [str(WORKER), str(os.getpid()), "--runs", str(plan), *(["--quiet"] if quiet else [])]
-        arguments += ["--resume"] if resume else []
+        arguments = ["--runs", str(plan), *(["--quiet"] if quiet else []), *(["--resume"] if resume else [])]
+        start("onebit.train", arguments, workers, folder, restarts, [Output(o).folder for _, o in runs])
+
+
+def start(
+    program: str, arguments: Sequence[str], workers: int, folder: str, restarts: int = 0, remains: Sequence[Path] = ()
+) -> None:
+    """Call `main` of a module in so many processes, and wait until all have ended.
+
+    Args:
+        program: name of the module.
+        arguments: what its `main` finds in sys.argv.
+        workers, restarts: as in `launch`.
+        folder: for what the launcher itself writes.
+        remains: folders that may hold what was written; those that exist are named when a worker dies.
+    Raises:
+        OnebitError, Interrupted: as `launch`.
+    """
+    with _environment(), _interrupt_blocked_in_workers():
         try:
-            elastic_launch(_config(workers, folder, restarts), sys.executable)(*arguments)
+            run = elastic_launch(_config(workers, folder, restarts), sys.executable)
+            run(str(WORKER), str(os.getpid()), program, *arguments)
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from None
         except ChildFailedError as error:
-            remains = [Output(o).folder for _, o in runs]
             raise _cause(error.failures, workers, [folder for folder in remains if folder.exists()]) from None
 
 

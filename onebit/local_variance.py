@@ -36,6 +36,7 @@ from onebit.logarithms import mean_variance
 from onebit.optim import FlatOptimizer, log
 from onebit.overlap import Start
 from onebit.resize import Extra, Resize
+from onebit.two_level import build_exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -302,10 +303,9 @@ class LocalVariance(FlatOptimizer):
         numbers = [self._numbers(bucket) for bucket in self._exchange.layout.buckets]
         self._renew()
         factor = before / self._flat["denominator"]
-        self._exchange.worker_error.mul_(factor)
+        self._exchange.worker_error.mul_(self._exchange.own_part(factor))
+        self._exchange.server_error.mul_(self._exchange.served_part(factor))
         for bucket, z in zip(self._exchange.layout.buckets, numbers, strict=True):
-            mine = factor[bucket.slice].view(bucket.workers, -1)[self.comm.rank]
-            self._exchange.server_error[self._exchange.server_slice(bucket)] *= mine
             self._momentum[bucket.index] = z.mul_(factor[bucket.slice])
 
     def _renew(self) -> None:
@@ -362,7 +362,7 @@ class LocalVariance(FlatOptimizer):
             del kind["momentum"], kind["variance"]
         self._add_flat("denominator").fill_(1.0)
         codecs = [self._backend.codec(bucket, self._how.codec) for bucket in self._layout.buckets]
-        self._exchange = OneBitExchange(self._layout, None, self.comm, self._dtype, self._device, codecs)
+        self._exchange = build_exchange(self._layout, self.comm, self._dtype, self._device, codecs)
         kept = torch.bfloat16 if self._dtype is torch.float32 else self._dtype
         self._ones = torch.ones(max(b.numel for b in self._layout.buckets), dtype=kept, device=self._device)
         self._momentum = []

@@ -6,7 +6,8 @@ committing compute it from gradients, momentum bits and error, which stay as the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -36,6 +37,34 @@ class NativeCodec(BucketCodec):
         out = torch.empty(self.bucket.numel)
         native.decode(self.plan, self.signs(messages, self.packed_alive), out)
         return out
+
+    def encode_chunks(self, x: Tensor, chunks: range) -> Tensor:
+        """What a server does with a message of zeros, for each chunk."""
+        messages = torch.zeros(len(chunks), self.message_bytes, dtype=torch.uint8)
+        found = []
+        for message, chunk, row in zip(messages, chunks, x.view(len(chunks), -1), strict=True):
+            nothing = self._nothing(chunk)
+            bits, alive = self.bits(message), self.packed_alive
+            found.append(native.server_encode(self.plan, chunk, *nothing, row, bits, alive=alive, kind=self.codec.kind))
+        live = [self.live[chunk] for chunk in chunks]
+        if self.codec.scale == "bucket":
+            scale = self.scale_from(torch.cat(found).sum(), torch.cat(live).sum())
+            scales = [scale.expand(len(part)) for part in live]
+        else:
+            scales = [self.scale_from(sums, count) for sums, count in zip(found, live, strict=True)]
+        for message, chunk, scale in zip(messages, chunks, scales, strict=True):
+            self.scales(message, chunk).copy_(scale)
+        return messages
+
+    def subtract_chunks(self, x: Tensor, messages: Tensor, chunks: range) -> Tensor:
+        for message, chunk, row in zip(messages, chunks, x.view(len(chunks), -1), strict=True):
+            scales, alive = self.scales(message, chunk).contiguous(), self.packed_alive
+            native.server_commit(self.plan, chunk, *self._nothing(chunk), row, self.bits(message), scales, alive=alive)
+        return x
+
+    def _nothing(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Bits and scales of one message for a chunk that decodes to zeros."""
+        return torch.zeros(1, self.bucket.chunk // 8, dtype=torch.uint8), torch.zeros(1, self.blocks[chunk])
 
     def serve(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:
         reply = torch.zeros(self.message_bytes, dtype=torch.uint8)
@@ -107,9 +136,14 @@ class NativeSource:
         hyper: Tensor,
         momentum: native.Signs | Tensor,
         scale: Tensor | None,
+        dense: Callable[[], Source],
     ) -> None:
+        """`dense`: makes the source that holds the same values."""
         self._input = (codec.plan, grads, hyper, momentum)
-        self._scale = scale
+        self._scale, self._dense = scale, dense
+
+    def values(self, codec: ChunkCodec) -> Tensor:
+        return self._dense().values(codec)
 
     def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, NativeCodec)
@@ -146,7 +180,7 @@ class NativeBackend:
     """The contract in compiled code; see `backend.Backend`."""
 
     def __init__(self, layout: FlatLayout) -> None:
-        self._torch = TorchBackend(layout, torch.float32, CPU)
+        self._torch = _Dense(self, layout)
         whole = OneBit(scale="bucket")  # the warm-up needs no blocks; any cut will do
         self._plans = [NativeCodec(bucket, whole).plan for bucket in layout.buckets]
 
@@ -193,7 +227,9 @@ class NativeBackend:
             return self._torch.source(step, grads, momentum, mask)
         codec = _own(step)
         listed = _listed("gradient", grads, codec.plan)
-        return NativeSource(codec, listed, step.hypers.table(codec.bucket), _kernel_view(codec, momentum), step.scale)
+        dense = partial(self._torch.source, step, grads, momentum, None)
+        table = step.hypers.table(codec.bucket)
+        return NativeSource(codec, listed, table, _kernel_view(codec, momentum), step.scale, dense)
 
     def measure(
         self,
@@ -226,6 +262,17 @@ class NativeBackend:
         signs, table = codec.signs(now.messages, now.mask), step.hypers.table(codec.bucket)
         native.apply(codec.plan, table, listed, signs, v_frozen, step_size, layer_scale=step.scale)
         bring_back(listed.tensors, x)
+
+
+class _Dense(TorchBackend):
+    """The torch back-end, for inputs whose values are wanted; gradients are gathered by the kernel."""
+
+    def __init__(self, native_: NativeBackend, layout: FlatLayout) -> None:
+        super().__init__(layout, torch.float32, CPU)
+        self._native = native_
+
+    def gather(self, bucket: Bucket, grads: Sequence[Tensor | None], out: Tensor) -> None:
+        self._native.gather(bucket, grads, out)
 
 
 def _own(step: BucketStep) -> NativeCodec:

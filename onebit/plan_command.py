@@ -20,7 +20,8 @@ from onebit.errors import ConfigError
 from onebit.plan_figures import draw_map, draw_plan
 from onebit.plan_report import as_mapping, recipe_text, say, show
 from onebit.planner import plan
-from onebit.planner_inputs import Model, Network, Number, Range, Run, Setup, Shapes, Work, transformer_shapes
+from onebit.planner_inputs import Model, Network, Number, Range, Run, Setup, Shapes, Work, likely, transformer_shapes
+from onebit.probe_file import Probed, read_probe
 
 NUMBER = "a number, or a range LOW..HIGH or LOW..LIKELY..HIGH"
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -28,23 +29,29 @@ SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def plan_command(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="A number of parameters (336M); a transformers model type, config.json or name that is downloaded "
-            "already; or MODULE:FUNCTION, which returns a torch module or a list of shapes."
+            "already; or MODULE:FUNCTION, which returns a torch module or a list of shapes. Needed without --probe."
         ),
-    ],
+    ] = None,
     compute_ms: Annotated[
-        str, typer.Option(help=f"Forward and backward of one micro-batch, without communication: {NUMBER}.")
-    ],
+        str | None,
+        typer.Option(help=f"Forward and backward of one micro-batch, without communication: {NUMBER}; or --probe."),
+    ] = None,
+    probe_file: Annotated[
+        Path | None, typer.Option("--probe", help="What `onebit probe --json` wrote; options given go over it.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers together; needed, except with --sweep.")] = None,
     machines: Annotated[int | None, typer.Option(help="That they are on, equally many; by default one each.")] = None,
     link_gbit_s: Annotated[
         str | None, typer.Option(help="What a machine sends to others, as measured; needed, except with --sweep.")
     ] = None,
-    latency_us: Annotated[str, typer.Option(help="Of a message between machines.")] = "50",
-    message_us: Annotated[str, typer.Option(help="What each message costs its sender, whatever its size.")] = "5",
-    local_gbit_s: Annotated[str, typer.Option(help="What a worker sends inside its machine.")] = "80",
+    latency_us: Annotated[str | None, typer.Option(help="Of a message between machines; 50.")] = None,
+    message_us: Annotated[
+        str | None, typer.Option(help="What each message costs its sender, whatever its size; 5.")
+    ] = None,
+    local_gbit_s: Annotated[str | None, typer.Option(help="What a worker sends inside its machine; 80.")] = None,
     oversubscription: Annotated[str, typer.Option(help="How many times less all links together carry.")] = "1",
     half_duplex: Annotated[bool, typer.Option("--half-duplex", help="Links send or receive, not both.")] = False,
     all_reduce: Annotated[str, typer.Option(help="ring, or by-machine: inside machines first.")] = "ring",
@@ -52,17 +59,21 @@ def plan_command(
         bool, typer.Option("--two-level", help="1 bit between machines only; 16 bits inside them.")
     ] = False,
     precision: Annotated[str, typer.Option(help="Of parameters: fp32 or bf16.")] = "fp32",
-    micro_batch: Annotated[int, typer.Option(help="Samples per worker, forward and backward at once.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples per worker, forward and backward at once; 1.")
+    ] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     other_ms: Annotated[str, typer.Option(help="What else a step takes.")] = "0",
-    backward_share: Annotated[str, typer.Option(help="Of --compute-ms.")] = "0.67",
-    straggling: Annotated[str, typer.Option(help="Share by which the slowest worker is later than the mean.")] = "0",
+    backward_share: Annotated[str | None, typer.Option(help="Of --compute-ms; 0.67.")] = None,
+    straggling: Annotated[
+        str | None, typer.Option(help="Share by which the slowest worker is later than the mean; 0.")
+    ] = None,
     overlap: Annotated[str, typer.Option(help="Share of what could run beside other work that does.")] = "1",
-    memory_gbyte_s: Annotated[str, typer.Option(help="What the device reads and writes.")] = "500",
+    memory_gbyte_s: Annotated[str | None, typer.Option(help="What the device reads and writes; 500.")] = None,
     kernel_factor: Annotated[
-        str, typer.Option(help="Kernels that compress, over their memory traffic: `onebit bench` shows it.")
-    ] = "1.4",
-    plain_factor: Annotated[str, typer.Option(help="The same of plain updates.")] = "0.8",
+        str | None, typer.Option(help="Kernels that compress, over their memory traffic: `onebit bench` shows it; 1.4.")
+    ] = None,
+    plain_factor: Annotated[str | None, typer.Option(help="The same of plain updates; 0.8.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the run.")] = 10_000,
     freeze_step: Annotated[str, typer.Option(help="Share of the run before the switch.")] = "0.17",
     price: Annotated[str, typer.Option(help="Of a machine for an hour.")] = "0",
@@ -77,33 +88,44 @@ def plan_command(
     device_gbyte: Annotated[float, typer.Option(help="Memory of a worker; with --sweep.")] = 80.0,
 ) -> None:
     """Say beforehand what each method would cost on your machines, and whether compression pays."""
-    _check_together(sweep, workers, link_gbit_s, recipe, csv_file)
+    probed = None if probe_file is None else read_probe(probe_file)
+    workers, machines = _places(workers, machines, probed)
+    known = {} if probed is None else probed.inputs
+    needless = "link_gbit_s" in known or machines == 1
+    _check_together(sweep, workers, "known" if needless else link_gbit_s, recipe, csv_file)
+
+    def probed_or(name: str, text: str | None, otherwise: float) -> Number:
+        """What was given, or else probed, or else usual."""
+        return known.get(name, otherwise) if text is None else amount(text, "--" + name.replace("_", "-"))
+
     network = Network(
         workers=2 if workers is None else workers,
         workers_per_machine=_per_machine(workers, machines),
-        link_gbit_s=_amount(link_gbit_s or "1", "--link-gbit-s"),
-        latency_us=_amount(latency_us, "--latency-us"),
-        message_us=_amount(message_us, "--message-us"),
-        local_gbit_s=_amount(local_gbit_s, "--local-gbit-s"),
-        oversubscription=_amount(oversubscription, "--oversubscription"),
+        link_gbit_s=probed_or("link_gbit_s", link_gbit_s, likely(known.get("local_gbit_s", 1.0))),
+        latency_us=probed_or("latency_us", latency_us, 50.0),
+        message_us=probed_or("message_us", message_us, 5.0),
+        local_gbit_s=probed_or("local_gbit_s", local_gbit_s, 80.0),
+        local_latency_us=probed_or("local_latency_us", None, 5.0),
+        exchange_efficiency=probed_or("exchange_efficiency", None, 1.0),
+        oversubscription=amount(oversubscription, "--oversubscription"),
         full_duplex=not half_duplex,
         all_reduce=all_reduce,  # type: ignore[arg-type]  # checked there
         two_level=two_level,
     )
     work = Work(
-        micro_step_s=_scaled(_amount(compute_ms, "--compute-ms"), 1e-3),
+        micro_step_s=_compute_s(compute_ms, known),
         accumulation=accumulation,
-        micro_batch=micro_batch,
-        other_s=_scaled(_amount(other_ms, "--other-ms"), 1e-3),
-        backward_share=_amount(backward_share, "--backward-share"),
-        straggling=_amount(straggling, "--straggling"),
-        overlap=_amount(overlap, "--overlap"),
-        memory_gbyte_s=_amount(memory_gbyte_s, "--memory-gbyte-s"),
-        kernel_factor=_amount(kernel_factor, "--kernel-factor"),
-        plain_factor=_amount(plain_factor, "--plain-factor"),
+        micro_batch=micro_batch if micro_batch is not None else 1 if probed is None else probed.micro_batch,
+        other_s=_scaled(amount(other_ms, "--other-ms"), 1e-3),
+        backward_share=probed_or("backward_share", backward_share, 0.67),
+        straggling=probed_or("straggling", straggling, 0.0),
+        overlap=amount(overlap, "--overlap"),
+        memory_gbyte_s=probed_or("memory_gbyte_s", memory_gbyte_s, 500.0),
+        kernel_factor=probed_or("kernel_factor", kernel_factor, 1.4),
+        plain_factor=probed_or("plain_factor", plain_factor, 0.8),
     )
-    run = Run(steps, _amount(freeze_step, "--freeze-step"), price_per_machine_hour=_amount(price, "--price"))
-    setup = Setup(Model(model_shapes(model), _width(precision)), network, work, run)
+    run = Run(steps, amount(freeze_step, "--freeze-step"), price_per_machine_hour=amount(price, "--price"))
+    setup = Setup(Model(_shapes(model, probed), _width(precision)), network, work, run)
     if sweep:
         _sweep(setup, device_gbyte, as_json, plot, csv_file)
         return
@@ -137,6 +159,29 @@ def _check_together(
         raise ConfigError(f"--recipe is {str(recipe)!r} with --sweep; a map has no one recipe; leave one of them out")
 
 
+def _places(workers: int | None, machines: int | None, probed: Probed | None) -> tuple[int | None, int | None]:
+    """Workers and machines: those given, or else those of the probe, where it had several workers."""
+    if workers is None and machines is None and probed is not None and probed.workers > 1:
+        return probed.workers, probed.machines
+    return workers, machines
+
+
+def _compute_s(text: str | None, known: dict[str, Number]) -> Number:
+    if text is not None:
+        return _scaled(amount(text, "--compute-ms"), 1e-3)
+    if "micro_step_s" not in known:
+        raise ConfigError("--compute-ms is not given; a plan needs it; give it, or --probe with a measured step")
+    return known["micro_step_s"]
+
+
+def _shapes(model: str | None, probed: Probed | None) -> Shapes:
+    if model is not None:
+        return model_shapes(model)
+    if probed is None:
+        raise ConfigError("no MODEL is given; a plan needs it; give it, or --probe with a measured one")
+    return probed.shapes
+
+
 def _per_machine(workers: int | None, machines: int | None) -> int:
     if machines is None:
         return 1
@@ -150,7 +195,7 @@ def _per_machine(workers: int | None, machines: int | None) -> int:
     return workers // machines
 
 
-def _amount(text: str, flag: str) -> Number:
+def amount(text: str, flag: str) -> Number:
     """A number or a range."""
     try:
         values = [float(part) for part in text.split("..")]

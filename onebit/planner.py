@@ -98,6 +98,14 @@ def _doublings(workers: int) -> int:
     return 2 * (workers - 1).bit_length()
 
 
+def _for_exchange(net: Network) -> Network:
+    """The network as the messages of an exchange find it."""
+    share = _value(net.exchange_efficiency)
+    if share == 1.0:
+        return net
+    return replace(net, link_gbit_s=_value(net.link_gbit_s) * share, local_gbit_s=_value(net.local_gbit_s) * share)
+
+
 def exchange_s(net: Network, messages: Sequence[int], elements: int) -> tuple[float, float, float]:
     """Seconds of the three phases of all buckets: the mean inside each machine, the all-to-all, the all-gather.
 
@@ -106,6 +114,7 @@ def exchange_s(net: Network, messages: Sequence[int], elements: int) -> tuple[fl
         elements: of all buckets, for the mean inside the machine, which two levels need.
     """
     n, g, m = net.workers, net.workers_per_machine, net.machines
+    net = _for_exchange(net)
     size, rounds = sum(messages), len(messages)
     if net.two_level and g > 1:
         inside = (g - 1) / g * 2 * elements / _local_bytes_per_s(net) + rounds * (g - 1) * _hop_s(net, False)

@@ -82,6 +82,8 @@ class Network:
         latency_us: of a message between machines; local_latency_us: inside one.
         message_us: what a worker needs for each message that it sends, whatever its size.
         local_gbit_s: what a worker sends at most to others of its machine.
+        exchange_efficiency: which part of those two rates the messages of an exchange get, > 0; all-reduce gets all.
+            TCP gives less to messages that are shorter than an all-reduce's buffer.
         oversubscription: >= 1; how many times less all machines together get than their links add up to.
         full_duplex: False: a link sends or receives, so both take turns.
         all_reduce: "ring": over all workers, once around. "by-machine": inside machines first, then between them.
@@ -98,6 +100,7 @@ class Network:
     message_us: Number = 5.0
     local_gbit_s: Number = 80.0
     local_latency_us: Number = 5.0
+    exchange_efficiency: Number = 1.0
     oversubscription: Number = 1.0
     full_duplex: bool = True
     all_reduce: AllReduce = "ring"
@@ -111,7 +114,7 @@ class Network:
                 f"workers is {self.workers} and workers_per_machine is {self.workers_per_machine}; the first must be a "
                 "multiple of the second; change one of them"
             )
-        for name in ("link_gbit_s", "local_gbit_s"):
+        for name in ("link_gbit_s", "local_gbit_s", "exchange_efficiency"):
             _number(name, getattr(self, name), 0.0, above=True)
         for name in ("latency_us", "message_us", "local_latency_us"):
             _number(name, getattr(self, name), 0.0)

@@ -48,10 +48,10 @@ class QuantisedCodec(ChunkCodec):
         if alive is not None:
             raise AssertionError("blocks of integers have no dead elements: zero stays zero")
 
-    def encode(self, x: Tensor) -> Tensor:
-        messages = torch.zeros(self.bucket.workers, self.message_bytes, dtype=torch.uint8, device=x.device)
-        for chunk, row in enumerate(x.view(self.bucket.workers, -1)):
-            self._fill(messages[chunk], row, chunk)
+    def encode_chunks(self, x: Tensor, chunks: range) -> Tensor:
+        messages = torch.zeros(len(chunks), self.message_bytes, dtype=torch.uint8, device=x.device)
+        for message, chunk, row in zip(messages, chunks, x.view(len(chunks), -1), strict=True):
+            self._fill(message, row, chunk)
         return messages
 
     def encode_chunk(self, x: Tensor, chunk: int) -> Tensor:
@@ -76,9 +76,9 @@ class QuantisedCodec(ChunkCodec):
         """There is none: zeros."""
         return torch.zeros(messages.shape[:-1], dtype=self.dtype, device=messages.device)
 
-    def subtract(self, x: Tensor, messages: Tensor) -> Tensor:
-        for chunk, row in enumerate(x.view(self.bucket.workers, -1)):
-            self._add(row, messages[chunk], chunk, -1)
+    def subtract_chunks(self, x: Tensor, messages: Tensor, chunks: range) -> Tensor:
+        for message, chunk, row in zip(messages, chunks, x.view(len(chunks), -1), strict=True):
+            self._add(row, message, chunk, -1)
         return x
 
     def _served(self, received: Tensor, chunk: int, error: Tensor, error_factor: Tensor | None) -> Tensor:

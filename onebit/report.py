@@ -39,6 +39,8 @@ class Summary:
         freeze_reason: why it ended then; empty without one.
         versions: of what made the result.
         recipe: as resolved.
+        switch_gain: step time and bytes before and after the switch on worker 0, as `switch_gain.Gain`; None without a
+            switch, or with too few steps on either side of it.
     """
 
     optimizer: str
@@ -56,6 +58,7 @@ class Summary:
     freeze_reason: str
     versions: dict[str, str]
     recipe: dict[str, Any] = field(repr=False)
+    switch_gain: dict[str, Any] | None = field(default=None, repr=False)
 
 
 def check_out(out: Path, overwrite: bool, resume: bool = False) -> None:
@@ -290,6 +293,8 @@ def summary_table(summary: Summary) -> Table:
     }
     if summary.freeze_step is not None:
         rows["warm-up stage"] = f"up to update {summary.freeze_step}: {summary.freeze_reason}"
+    if summary.switch_gain is not None:
+        rows["the switch"] = summary.switch_gain["sentence"]
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -300,7 +305,7 @@ def comparison_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     rows = []
     for summary in summaries:
         row = asdict(summary)
-        recipe = row.pop("recipe")
+        recipe, _ = row.pop("recipe"), row.pop("switch_gain")
         row |= {"lr": recipe["optimizer"]["lr"], "seed": recipe["train"]["seed"]}
         rows.append(to_json(row))
     return rows

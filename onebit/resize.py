@@ -24,15 +24,32 @@ MEANS = ("own", "smoothed")
 """Entries, [layout.numel] each, whose mean over the workers counts."""
 
 
+class Places:
+    """Where the errors of `workers` workers lie in each bucket, with `local_size` of them on a machine.
+
+    Machine i's worker j has the rank i * local_size + j, errors of the j-th part of a bucket, and serves the chunk
+    j * machines + i (`two_level`). With one worker per machine that is the whole bucket, and the chunk of its rank.
+    """
+
+    def __init__(self, workers: int, local_size: int) -> None:
+        self.parts, self._machines = local_size, workers // local_size
+
+    def part(self, rank: int) -> int:
+        return rank % self.parts
+
+    def chunk(self, rank: int) -> int:
+        return self.part(rank) * self._machines + rank // self.parts
+
+
 class Resize:
-    """From the flat order for one number of workers to that for another, and what worker `rank` of those gets.
+    """From the flat order for one number of workers to that for another, and what the worker that serves `chunk` gets.
 
     Attributes:
         old, new: the layouts, of the same parameters in buckets with the same layers.
     """
 
-    def __init__(self, old: FlatLayout, new: FlatLayout, rank: int) -> None:
-        self.old, self.new, self._rank = old, new, rank
+    def __init__(self, old: FlatLayout, new: FlatLayout, chunk: int) -> None:
+        self.old, self.new, self._chunk = old, new, chunk
 
     def flat(self, values: Tensor, padding: float = 0.0) -> Tensor:
         """[old.numel] -> [new.numel]."""
@@ -50,6 +67,8 @@ class Resize:
         compact, count = set(), 0
         for worker, extra in enumerate(extras):
             count += 1
+            saved = dict(map(tuple, extra.get("structure", ())))
+            places = Places(self.old.workers, int(saved.get("workers of a machine", 1)))
             for kind in ERRORS:
                 if extra.get(kind) is None:
                     continue
@@ -57,8 +76,8 @@ class Resize:
                 if not isinstance(error, Tensor):
                     compact.add(kind)
                     error = torch.cat([Int8(*pair).read() for pair in error])
-                _add(sums, (kind, "worker"), error)
-                _add(sums, (kind, "server"), self._served(extra[kind]["server_error"], worker))
+                _add(sums, (kind, "worker"), self._whole(error, places, worker))
+                _add(sums, (kind, "server"), self._served(extra[kind]["server_error"], places.chunk(worker)))
             for name in MEANS:
                 if extra.get(name) is not None:
                     _add(sums, (name, ""), extra[name])
@@ -71,16 +90,27 @@ class Resize:
                 found[kind]["server_error"] = server
         return found
 
-    def _served(self, server_error: Tensor, worker: int) -> Tensor:
+    def _whole(self, error: Tensor, places: Places, worker: int) -> Tensor:
+        """A worker's errors where they lie in the flat order, [old.numel]; those of a part, so that the mean over all
+        workers is that over the machines."""
+        if error.numel() == self.old.numel:  # also after `fold_errors`
+            return error
+        full = torch.zeros(self.old.numel, dtype=error.dtype, device=error.device)
+        sizes = [bucket.numel // places.parts for bucket in self.old.buckets]
+        for bucket, part in zip(self.old.buckets, torch.split(error, sizes), strict=True):
+            full[bucket.slice].view(places.parts, -1)[places.part(worker)] = part * places.parts
+        return full
+
+    def _served(self, server_error: Tensor, chunk: int) -> Tensor:
         """A worker's server errors where they lie in the flat order, [old.numel]."""
         full = torch.zeros(self.old.numel, dtype=server_error.dtype, device=server_error.device)
         for bucket in self.old.buckets:
-            full[bucket.slice].view(bucket.workers, -1)[worker] = server_error[bucket.served_slice]
+            full[bucket.slice].view(bucket.workers, -1)[chunk] = server_error[bucket.served_slice]
         return full
 
     def _mine(self, full: Tensor) -> Tensor:
         """Of [new.numel], what this worker serves: [new.numel / workers]."""
-        return torch.cat([full[bucket.slice].view(bucket.workers, -1)[self._rank] for bucket in self.new.buckets])
+        return torch.cat([full[bucket.slice].view(bucket.workers, -1)[self._chunk] for bucket in self.new.buckets])
 
     def _as_int8(self, error: Tensor) -> list[tuple[Tensor, Tensor]]:
         pairs = []

@@ -14,7 +14,7 @@ from onebit.codec import BucketCodec, OneBit
 from onebit.errors import ConfigError
 from onebit.flat import FlatState
 from onebit.layout import Bucket
-from onebit.resize import Extra, Resize
+from onebit.resize import Extra, Places, Resize
 from onebit.sharding import places
 
 REBUILT = {
@@ -25,6 +25,8 @@ REBUILT = {
     *("_bucket_of", "_arrived", "_recent", "_expected", "_missing", "_watched"),
 }
 """Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
+WORKERS = ("workers", "workers of a machine")
+"""Entries of the structure that a load may find different: the state is made to fit then."""
 
 
 class SavedState(FlatState):
@@ -83,7 +85,7 @@ class SavedState(FlatState):
 
         def take_out_state(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             extra = self._extra_in(given)  # after the user's own hooks
-            if extra["folded"] and _workers(extra) != self.comm.size:
+            if extra["folded"] and not self.same_workers(extra):
                 given = self._resized(given, ())
                 extra = given["onebit"]
             check_structure(extra["structure"], self._saved_structure())
@@ -120,7 +122,7 @@ class SavedState(FlatState):
         """
         states = iter(state_dicts)
         first = next(states)
-        if _workers(self._extra_in(first)) != self.comm.size:
+        if not self.same_workers(self._extra_in(first)):
             self.load_state_dict(self._resized(first, states))
             return
         for rank, mine in enumerate(chain([first], states)):
@@ -128,6 +130,12 @@ class SavedState(FlatState):
                 self.load_state_dict(mine)
                 return
         raise ConfigError(f"there are {rank + 1} state dicts and this is worker {self.comm.rank}; pass all workers'")
+
+    def same_workers(self, extra: Extra) -> bool:
+        """Whether as many workers saved it as there are, on as many machines where that matters."""
+        theirs = dict(map(tuple, extra["structure"]))
+        mine = dict(self._structure())
+        return all(theirs.get(name) == mine.get(name) for name in WORKERS)
 
     def _extra_in(self, state_dict: dict[str, Any]) -> Extra:
         """What belongs to no single parameter; also where torch's helpers have kept of a state dict only the groups."""
@@ -143,13 +151,14 @@ class SavedState(FlatState):
     def _resized(self, first: dict[str, Any], others: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """What this worker would have saved, had there been as many as now, from what worker 0 and the others saved."""
         extra, mine = self._extra_in(first), self._saved_structure()
-        theirs = [entry for entry in extra["structure"] if entry[0] != "workers"]
-        check_structure(theirs, [entry for entry in mine if entry[0] != "workers"])
+        theirs = [entry for entry in extra["structure"] if entry[0] not in WORKERS]
+        check_structure(theirs, [entry for entry in mine if entry[0] not in WORKERS])
         state = {key: dict(values) for key, values in first["state"].items()}
         saved = {**first, "state": state, "onebit": extra}
         if self._stepped is None:
             self._weigh()
-        resize = Resize(self._layout_for(_workers(extra)), self._layout_for(self.comm.size), self.comm.rank)
+        new, served = self._layout_for(self.comm.size), Places(self.comm.size, self._local_size)
+        resize = Resize(self._layout_for(_workers(extra)), new, served.chunk(self.comm.rank))
         saved["onebit"] = self._resized_extra(saved, resize, (self._extra_in(other) for other in others))
         saved["onebit"] |= {"structure": mine, "rank": self.comm.rank}
         return saved

@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = _jobs(options)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         resume = options.resume or restarted
-        with _group(jobs[0][0].train.timeout_s) as (comm, device, reason):
+        with group(jobs[0][0].train.timeout_s) as (comm, device, reason):
             if comm.rank == 0:
                 display.say(f"device: {reason}")
             for recipe, out in jobs:
@@ -286,8 +286,11 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Recipe, Path]]:
 
 
 @contextmanager
-def _group(timeout_s: float) -> Iterator[tuple[Comm, torch.device, str]]:
-    """Join the process group that the environment describes; without one, be the only worker."""
+def group(timeout_s: float, limit: str = "train.timeout_s") -> Iterator[tuple[Comm, torch.device, str]]:
+    """Join the process group that the environment describes; without one, be the only worker.
+
+    `limit`: what the timeout is called where the user sets it.
+    """
     device, reason = choose_device(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -302,7 +305,7 @@ def _group(timeout_s: float) -> Iterator[tuple[Comm, torch.device, str]]:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **_meeting(timeout_s))
     except (RuntimeError, ValueError) as error:
         raise CommError(
-            f"not all of the {os.environ.get('WORLD_SIZE')} workers came within train.timeout_s, {timeout_s:g} s: "
+            f"not all of the {os.environ.get('WORLD_SIZE')} workers came within {limit}, {timeout_s:g} s: "
             f"{str(error).splitlines()[0]}; start all of them, or raise the timeout"
         ) from error
     yield Distributed(), device, reason

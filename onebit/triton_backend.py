@@ -6,13 +6,23 @@ scales, headers and verdicts are tensors on it. As in `native_backend.py` the wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from onebit import lamb
-from onebit.backend import BucketStep, Gradient, Hypers, Momentum, bring_back, contiguous, flat_gradient
+from onebit.backend import (
+    BucketStep,
+    Gradient,
+    Hypers,
+    Momentum,
+    TorchBackend,
+    bring_back,
+    contiguous,
+    flat_gradient,
+)
 from onebit.chunk_codec import ChunkCodec
 from onebit.codec import BucketCodec, OneBit
 from onebit.exchange import Source
@@ -66,8 +76,12 @@ class TritonCodec(BucketCodec):
 class TritonSource:
     """The worker's part of 1-bit LAMB and 1-bit Adam, computed where it is needed."""
 
-    def __init__(self, worker: kernels.Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: kernels.Worker, dense: Callable[[], Source]) -> None:
+        """`dense`: makes the source that holds the same values."""
+        self._worker, self._dense = worker, dense
+
+    def values(self, codec: ChunkCodec) -> Tensor:
+        return self._dense().values(codec)
 
     def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, TritonCodec)
@@ -94,6 +108,7 @@ class TritonBackend:
 
     def __init__(self, layout: FlatLayout, device: torch.device, tile: int = kernels.TILE) -> None:
         self._device, self._tile = device, tile
+        self._torch = TorchBackend(layout, torch.float32, device)
         whole = OneBit(scale="bucket")  # the warm-up needs no blocks; any cut will do
         self._plans = [self.codec(bucket, whole).plan for bucket in layout.buckets]
 
@@ -140,7 +155,8 @@ class TritonBackend:
         codec = _own(step)
         plan, table = codec.plan, step.hypers.table(codec.bucket)
         before = _kernel_view("momentum", codec, momentum)
-        return TritonSource(kernels.Worker(plan, _listed("gradient", grads, plan), table, before, step.scale, mask))
+        worker = kernels.Worker(plan, _listed("gradient", grads, plan), table, before, step.scale, mask)
+        return TritonSource(worker, partial(self._torch.source, step, grads, momentum, mask))
 
     def measure(
         self,

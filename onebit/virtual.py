@@ -8,7 +8,7 @@ torch's global random generator is shared by the threads, so draws differ from r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from onebit.comm import Comm, Pending
 from onebit.errors import CommError, ConfigError, MismatchError
 
 T = TypeVar("T")
+RETURNED = "has returned"
 
 
 class _Meeting:
@@ -30,14 +31,14 @@ class _Meeting:
         self._laid: dict[int, tuple[str, Any]] = {}
         self._seen: list[tuple[str, Any]] = []
         self._gone: str | None = None
-        self._besides: list[_Meeting] = []
+        self._further: list[tuple[_Meeting, list[int]]] = []
 
-    def beside(self, rank: int) -> _Meeting:
-        """Another one of the same workers, that whoever leaves this one leaves too."""
+    def further(self, rank: int, groups: Sequence[Sequence[int]]) -> _Meeting:
+        """That of `rank`'s group of several; whoever leaves this one leaves the others that it is in."""
         if rank == 0:
-            self._besides.append(_Meeting(self.size))
-        made: list[_Meeting] = self.exchange(rank, "beside", self._besides[-1] if rank == 0 else None)
-        return made[0]
+            self._further += [(_Meeting(len(group)), list(group)) for group in groups]
+        made: list[list[_Meeting]] = self.exchange(rank, "further", [m for m, _ in self._further[-len(groups) :]])
+        return made[0][next(i for i, group in enumerate(groups) if rank in group)]
 
     def exchange(self, rank: int, kind: str, value: Any) -> list[Any]:
         """Every worker's value, in order. `kind` names the collective and must be the same on all."""
@@ -62,10 +63,11 @@ class _Meeting:
     def leave(self, rank: int, how: str) -> None:
         """Say that `rank` takes part no more; whoever waits for it, or comes later, gets an error."""
         with self._changed:
-            self._gone = self._gone or f"worker {rank} {how}"
+            self._gone = self._gone or f"{f'worker {rank}' if rank >= 0 else 'another worker'} {how}"
             self._changed.notify_all()
-        for other in self._besides:
-            other.leave(rank, how)
+        for other, members in self._further:
+            if rank in members or how != RETURNED:
+                other.leave(members.index(rank) if rank in members else -1, how)
 
 
 class Virtual(Comm):
@@ -90,7 +92,11 @@ class Virtual(Comm):
         return self._meeting.size
 
     def beside(self) -> Virtual:
-        return Virtual(self._rank, self._meeting.beside(self._rank))
+        return Virtual(self._rank, self._meeting.further(self._rank, [range(self.size)]))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Virtual:
+        mine = next(group for group in groups if self._rank in group)
+        return Virtual(list(mine).index(self._rank), self._meeting.further(self._rank, groups))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._meeting.exchange(self.rank, "all_gather_bytes", data)
@@ -137,7 +143,7 @@ def run_workers(n: int, fn: Callable[[Comm], T]) -> list[T]:
     def work(rank: int) -> None:
         try:
             results[rank] = fn(Virtual(rank, meeting))
-            meeting.leave(rank, "has returned")
+            meeting.leave(rank, RETURNED)
         except BaseException as error:
             errors.append(error)  # in order of time: those released by leave() come after their cause
             meeting.leave(rank, "has failed")

@@ -21,6 +21,7 @@ from onebit.flat import DEFAULT_BUCKET_ELEMENTS, Stage
 from onebit.layout import FlatLayout, Run
 from onebit.optim import FlatOptimizer
 from onebit.resize import Extra, Resize
+from onebit.two_level import build_exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,7 +198,7 @@ class ZeroOneAdam(FlatOptimizer):
         for name in ("update", "anchor") if self._schedule.local_step_clipper > 1 else ():
             self._add_flat(name)  # u; the parameters at the last exchange, of use after a local step only
         codecs = [self._backend.codec(bucket, self._codec) for bucket in self._layout.buckets]
-        self._exchange = OneBitExchange(self._layout, self._codec, self.comm, self._dtype, self._device, codecs)
+        self._exchange = build_exchange(self._layout, self.comm, self._dtype, self._device, codecs)
         self._lr_sums = [0.0] * len(self.param_groups)  # since the last exchange
         self._left_out = torch.zeros((), dtype=torch.int64, device=self._device)
         self._roots: dict[int, tuple[Tensor, Tensor]] = {}  # by the first layer of a run, see `_root`
@@ -263,7 +264,9 @@ class ZeroOneAdam(FlatOptimizer):
         m, v = self._flat["momentum"][run.slice], self._flat["variance"][run.slice]
         lr_sum, lacking = self._lr_sums[run.group] + hyper.lr, self._late
         if lr_sum == 0:
-            exchange.worker_error[run.slice] += ubar  # on every worker, so their mean too
+            kept = exchange.layout.zeros(self._dtype, self._device)
+            kept[run.slice] = ubar
+            exchange.worker_error.add_(exchange.own_part(kept))  # on every worker, so their mean too
             m.zero_()
             return lacking
         m.copy_(ubar / lr_sum)

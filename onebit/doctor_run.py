@@ -1,0 +1,280 @@
+"""What a finished run of `onebit train` says of its compression: active or not, bytes, step time, against the plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onebit.doctor import Finding
+from onebit.errors import ConfigError
+from onebit.planner import StepTime, step_time
+from onebit.planner_inputs import Model, Network, Number, Run, Setup, Work, likely_setup, transformer_shapes
+from onebit.planner_methods import METHODS, StepKind
+from onebit.probe_file import Probed
+from onebit.recipe import ONE_STAGE
+from onebit.report import SUMMARY, Summary, fraction_text, human_bytes, read_summary
+from onebit.switch_gain import COMPRESSED, WARMUP
+
+EXPECTED_SHARE = 1 / 16  # of 16-bit all-reduce, in the compressed stage
+CLOSE = 0.2  # of the predicted speed-up: how far the measured one may be before it is a warning
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Medians of a run's steps before and after the switch, seconds; compute is None where it was not recorded."""
+
+    before_s: float
+    after_s: float
+    before_compute_s: float | None
+    after_compute_s: float | None
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a prediction rests on. `probed` or `link_gbit_s` may be None; `machines`: None: the probe's, or else one per
+    worker."""
+
+    probed: Probed | None
+    link_gbit_s: Number | None
+    machines: int | None
+
+
+def examine_run(folder: Path, assumed: Assumed) -> list[dict[str, Any]]:
+    """Findings on a run, as mappings.
+
+    Args:
+        folder: that `onebit train --out` wrote.
+        assumed: what a plan would be made with.
+
+    Raises:
+        ConfigError: no finished run is there, or its summary is damaged.
+    """
+    summary = summary_in(folder)
+    try:
+        found = [active(summary)]
+        if found[0].mark == "ok":
+            found.append(_bytes(summary))
+            steps = _steps(summary)
+            if steps is not None:
+                found += [_step_time(summary, steps), *_against_plan(summary, steps, assumed)]
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise _damaged(folder, error) from None
+    return [asdict(finding) for finding in found]
+
+
+def summary_in(folder: Path) -> Summary:
+    """The summary of the run in a folder.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    file = folder / SUMMARY
+    if not file.is_file():
+        partial = folder.with_name(folder.name + ".partial")
+        left = f"; {str(partial)!r} holds one that has not ended, `onebit train --resume` ends it"
+        raise ConfigError(
+            f"the run folder {str(folder)!r} has no {SUMMARY}{left if partial.is_dir() else ''}; give the folder of a "
+            "finished `onebit train`"
+        )
+    try:
+        return read_summary(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def _damaged(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the run folder {str(folder)!r} is damaged: its {SUMMARY} cannot be used ({type(error).__name__}: {error}); "
+        "give the folder of another run"
+    )
+
+
+def active(summary: Summary) -> Finding:
+    """Whether a run had steps that were compressed."""
+    name = summary.recipe["optimizer"]["name"]
+    compressed = summary.compressed_share_of_16bit is not None or COMPRESSED in summary.samples_per_s
+    if compressed and summary.workers > 1:
+        steps = f"from update {summary.freeze_step} of {summary.steps} on" if summary.freeze_step else "in the run"
+        share = 1 - (summary.freeze_step or 0) / summary.steps
+        return Finding("ok", "compression", f"active {steps}, {summary.optimizer} on {summary.workers} workers", share)
+    if summary.workers == 1:
+        return Finding("warning", "compression", "one worker, which sends nothing", 0.0, "start more workers")
+    if name in ONE_STAGE and name != "zero-one-adam":
+        return Finding(
+            "warning", "compression", f"{name} has no compressed stage", 0.0, "choose another optimizer, onebit-lamb"
+        )
+    if name == "zero-one-adam":
+        return Finding("ok", "compression", "0/1 Adam has no switch; its bytes are those of the whole run", None)
+    rule = summary.recipe["optimizer"]["freeze_step"]
+    told = f"never active in {summary.steps} steps of {name}: freeze_step is {rule!r}, and the warm-up had not ended"
+    advice = f"set optimizer.freeze_step below {summary.steps}, 0.17 for 17 % of the run"
+    if summary.skipped_steps:
+        told += f"; {summary.skipped_steps} steps were skipped, since gradients were not finite"
+    if summary.recipe["optimizer"]["options"].get("guard") is not None:
+        told, advice = (
+            f"{told}; a guard may postpone it",
+            f"see the run's log for what the guard held against it; or {advice}",
+        )
+    return Finding("wrong", "compression", told, 0.0, advice)
+
+
+def _bytes(summary: Summary) -> Finding:
+    share = summary.compressed_share_of_16bit
+    told = f"{human_bytes(summary.payload_bytes)} per worker, {fraction_text(summary.share_of_16bit)} of 16-bit"
+    gain = summary.switch_gain
+    if gain is not None:
+        told += f"; {human_bytes(gain['before_bytes'])} per step before, {human_bytes(gain['after_bytes'])} after"
+    if share is None:
+        return Finding("ok", "bytes", told, summary.share_of_16bit)
+    told += f"; {fraction_text(share)} in the compressed stage"
+    if share > 2 * EXPECTED_SHARE:
+        few = "many tiny layers or many workers: messages have a header and scales; larger buckets have fewer of them"
+        return Finding("warning", "bytes", told, share, f"expect about 1/16; {few}")
+    return Finding("ok", "bytes", told, share)
+
+
+def _steps(summary: Summary) -> Steps | None:
+    """Step times; from samples per second where an older run recorded no gain. None without both stages."""
+    gain = summary.switch_gain
+    if gain is not None:
+        return Steps(gain["before_s"], gain["after_s"], gain["before_compute_s"], gain["after_compute_s"])
+    train, speed = summary.recipe["train"], summary.samples_per_s
+    if WARMUP not in speed or COMPRESSED not in speed:
+        return None
+    samples = train["micro_batch"] * train["accumulation"] * summary.workers
+    return Steps(samples / speed[WARMUP], samples / speed[COMPRESSED], None, None)
+
+
+def _step_time(summary: Summary, steps: Steps) -> Finding:
+    factor = steps.before_s / steps.after_s
+    if summary.switch_gain is not None:
+        told = summary.switch_gain["sentence"]
+    else:
+        told = f"{_ms(steps.after_s)} after the switch, {_ms(steps.before_s)} before (means of the stages)"
+    if factor >= 1.05:
+        return Finding("ok", "step time", told, factor)
+    return Finding(
+        "warning", "step time", told, factor, "`onebit plan --probe` says what a link like this one can bring"
+    )
+
+
+# -- the prediction --------------------------------------------------------------------------------------------------
+
+
+def _against_plan(summary: Summary, steps: Steps, assumed: Assumed) -> list[Finding]:
+    if assumed.probed is None and assumed.link_gbit_s is None:
+        told = "no prediction without a link"
+        return [Finding("ok", "speed-up", told, None, "give --probe FILE or --link-gbit-s, to have it compared")]
+    compute = steps.before_compute_s
+    if compute is None and assumed.probed is None:
+        told = "no prediction: this run did not record forward and backward"
+        return [Finding("ok", "speed-up", told, None, "give --probe FILE")]
+    predicted = predict(summary, compute, assumed)
+    if predicted is None:
+        return [Finding("ok", "speed-up", f"the planner has no method like {summary.optimizer}")]
+    before, after = predicted
+    expected, got = before.total_s / after.total_s, steps.before_s / steps.after_s
+    told = f"{got:.2f} times as fast after the switch, {expected:.2f} predicted"
+    why = largest_reason(steps, before, after)
+    if abs(got / expected - 1) <= CLOSE:
+        return [Finding("ok", "speed-up", f"{told}; largest difference: {why}", got)]
+    advice = "make the plan again with `onebit probe` on the machines and with the model of the run"
+    return [Finding("warning", "speed-up", f"{told}; largest reason: {why}", got, advice)]
+
+
+def predict(summary: Summary, compute_s: float | None, assumed: Assumed) -> tuple[StepTime, StepTime] | None:
+    """A step before and one after the switch, by the cost model.
+
+    Args:
+        summary: of the run.
+        compute_s: of its forward and backward per step; None: the probe's.
+        assumed: with a probe or a link.
+
+    Returns:
+        None where the planner has no such method.
+
+    Raises:
+        ConfigError: workers are no multiple of machines.
+    """
+    kinds = _kinds(summary, _setup(summary, compute_s, assumed))
+    if kinds is None:
+        return None
+    setup = likely_setup(_setup(summary, compute_s, assumed))
+    return step_time(setup, kinds[0]), step_time(setup, kinds[1])
+
+
+def _setup(summary: Summary, compute_s: float | None, assumed: Assumed) -> Setup:
+    probed, train = assumed.probed, summary.recipe["train"]
+    known = {} if probed is None else dict(probed.inputs)
+    machines = assumed.machines or (probed.machines if probed is not None else summary.workers)
+    if machines < 1 or summary.workers % machines:
+        raise ConfigError(
+            f"the run had {summary.workers} workers and --machines is {machines}; workers must be a multiple of "
+            "machines; correct the flag"
+        )
+    if assumed.link_gbit_s is not None:
+        known["link_gbit_s"] = assumed.link_gbit_s
+    names = ("link_gbit_s", "latency_us", "message_us", "local_gbit_s", "local_latency_us", "exchange_efficiency")
+    network = {"link_gbit_s": 1.0} | {name: known[name] for name in names if name in known}
+    if machines > 1 and "link_gbit_s" not in known:
+        raise ConfigError("the probe is of one machine and the run was on several; give --link-gbit-s, or --machines 1")
+    work = {name: known[name] for name in ("memory_gbyte_s", "kernel_factor", "plain_factor") if name in known}
+    micro_step = known["micro_step_s"] if compute_s is None else compute_s / train["accumulation"]
+    same = probed is not None and probed.parameters == summary.parameters
+    return Setup(
+        Model(probed.shapes if probed is not None and same else transformer_shapes(summary.parameters)),
+        Network(workers=summary.workers, workers_per_machine=summary.workers // machines, **network),  # type: ignore[arg-type]
+        Work(micro_step_s=micro_step, accumulation=train["accumulation"], micro_batch=train["micro_batch"], **work),
+        Run(max(2, summary.steps)),
+    )
+
+
+def _kinds(summary: Summary, setup: Setup) -> tuple[StepKind, StepKind] | None:
+    """The steps before and after the switch. The optimizer averages after backward here, so nothing of it is hidden."""
+    chosen = summary.recipe["optimizer"]
+    name = "onebit-lamb" if chosen["name"] == "lamb-basic-1bit" else chosen["name"]
+    transport = chosen["warmup_transport"]
+    wanted = {"name": name, "warmup_transport": "bf16" if transport == "fp32" else transport}
+    if chosen["preset"] == "paper":
+        wanted["preset"] = "paper"
+    found = next((method for method in METHODS.values() if dict(method.recipe) == wanted), None)
+    kinds = [] if found is None else [kind for _, kind in found.steps(setup)]
+    if len(kinds) < 2 or kinds[0].name != "warm-up":
+        return None
+    first = replace(kinds[0], ddp=False)
+    if transport == "fp32":
+        first = replace(first, reduced_bytes=tuple(2 * size for size in first.reduced_bytes))
+    return first, kinds[1]
+
+
+def largest_reason(steps: Steps, before: StepTime, after: StepTime) -> str:
+    """Which part of a step differs most from the prediction, in words."""
+    if steps.before_compute_s is None or steps.after_compute_s is None:
+        early, late = steps.before_s - before.total_s, steps.after_s - after.total_s
+        when, got, told = (
+            ("after", steps.after_s, after.total_s)
+            if abs(late) > abs(early)
+            else ("before", steps.before_s, before.total_s)
+        )
+        return f"a step took {_ms(got)} {when} the switch, {_ms(told)} predicted"
+    parts = [
+        ("forward and backward before the switch", steps.before_compute_s, before.compute_s),
+        ("forward and backward after the switch", steps.after_compute_s, after.compute_s),
+        (
+            "exchange, update and waiting before the switch",
+            steps.before_s - steps.before_compute_s,
+            before.total_s - before.compute_s,
+        ),
+        (
+            "exchange, update and waiting after the switch",
+            steps.after_s - steps.after_compute_s,
+            after.total_s - after.compute_s,
+        ),
+    ]
+    what, got, told = max(parts, key=lambda part: abs(part[1] - part[2]))
+    return f"{what} took {_ms(got)}, {_ms(told)} predicted"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"

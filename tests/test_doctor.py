@@ -1,0 +1,425 @@
+"""`onebit doctor` finds faults that were planted, and finds none where there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+from onebit.comm import Comm, Pending
+from onebit.commands import app
+from onebit.doctor import (
+    AssumedLink,
+    examine,
+    judged_link,
+    kernels_of,
+    replicas_of,
+    status_of,
+    transport_of,
+    versions_of,
+)
+from onebit.doctor_run import Assumed, Steps, examine_run, largest_reason, predict, summary_in
+from onebit.errors import ConfigError
+from onebit.interfaces import Host, interfaces_here, kind_of
+from onebit.planner import StepTime
+from onebit.planner_inputs import Range
+from onebit.recipe import parse
+from onebit.report import Display, read_summary
+from onebit.train import run_alone, run_virtual
+from onebit.virtual import run_workers
+from tests.processes import run_processes
+
+CPU = torch.device("cpu")
+TINY = {
+    "model": {"vocab_size": 300, "hidden_size": 32, "layers": 1, "heads": 2},
+    "data": {"sequence_length": 32, "eval_windows": 20},
+    "optimizer": {"freeze_step": 10, "lr": 0.01},
+    "train": {"steps": 30, "micro_batch": 2, "workers": 2, "log_every": 10, "eval_every": 30},
+}
+HAS = {"lo": "loopback", "eth0": "wired", "docker0": "container bridge", "wlan0": "Wi-Fi", "wg0": "tunnel"}
+
+
+def host(name: str, wanted: str, address: str = "10.0.0.1", backend: str = "gloo") -> Host:
+    return Host(name, backend, wanted, HAS, address)
+
+
+# -- interfaces ----------------------------------------------------------------------------------------------------
+
+
+def faults(*hosts: Host) -> list[tuple[str, str]]:
+    machines = len({h.name for h in hosts})
+    return [(f.mark, f.finding) for f in transport_of(hosts, machines) if f.subject == "interface"]
+
+
+def test_loopback_is_right_on_one_machine_and_wrong_on_two():
+    assert faults(host("a", "lo"), host("a", "lo")) == []
+    found = faults(host("a", "lo"), host("b", "lo"))
+    assert [mark for mark, _ in found] == ["wrong", "wrong"]
+    assert found[0][1] == "a uses lo, the loopback interface, and workers are on several machines"
+    assert len(faults(host("a", "lo"), host("b", "eth0"))) == 1
+
+
+def test_an_interface_that_is_not_there_is_wrong_and_those_there_are_named():
+    ((mark, finding),) = faults(host("a", "eth7"), host("a", "eth7"))
+    assert mark == "wrong"
+    assert "GLOO_SOCKET_IFNAME is 'eth7', and a has no interface eth7" in finding
+    assert "eth0 (wired)" in finding
+
+
+@pytest.mark.parametrize("name", ["docker0", "wlan0", "wg0"])
+def test_interfaces_that_look_slow_are_a_warning(name):
+    ((mark, finding),) = faults(host("a", name), host("a", "eth0"))
+    assert mark == "warning"
+    assert HAS[name] in finding
+
+
+def test_without_a_name_gloo_takes_the_address_of_the_host():
+    assert faults(host("a", "", "127.0.1.1"), host("a", "", "127.0.1.1")) == []
+    found = faults(host("a", "", "127.0.1.1"), host("b", "", ""))
+    assert [mark for mark, _ in found] == ["wrong", "wrong"]
+    assert "resolves to 127.0.1.1" in found[0][1]
+    assert "resolves to no address" in found[1][1]
+    assert faults(host("a", "", "127.0.1.1", "nccl"), host("b", "", "127.0.1.1", "nccl")) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen", "missing"),
+    [
+        ("eth", ("eth0",), ()),
+        ("=eth", (), ("eth",)),
+        ("=eth0,lo", ("lo", "eth0"), ()),
+        ("^lo,docker", ("eth0", "wlan0", "wg0"), ()),
+        ("ib0", (), ("ib0",)),
+        ("eth0:9000", ("eth0",), ()),
+    ],
+)
+def test_nccl_names_by_prefix(wanted, chosen, missing):
+    found = host("a", wanted, backend="nccl")
+    assert (found.chosen, found.missing) == (chosen, missing)
+
+
+def test_kinds_are_read_from_the_system(tmp_path):
+    for name, kind, wireless in (("eth0", 1, False), ("lo", 772, False), ("wlp3s0", 1, True), ("tun9", 65534, False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+        if wireless:
+            (tmp_path / name / "wireless").mkdir()
+    (tmp_path / "br-1f2e").mkdir()
+    (tmp_path / "bonding_masters").write_text("bond0")
+    assert interfaces_here(tmp_path) == {
+        "br-1f2e": "container bridge", "eth0": "wired", "lo": "loopback", "tun9": "tunnel", "wlp3s0": "Wi-Fi",
+    }  # fmt: skip
+    assert kind_of("veth12", 1, False) == "container bridge"
+    assert "loopback" in interfaces_here().values()
+
+
+# -- versions, kernels, links ----------------------------------------------------------------------------------------
+
+
+def test_versions_that_differ_are_found_and_who_has_which():
+    here = {"python": "3.11.7", "torch": "2.13.0", "onebit": "0.1.0"}
+    assert {f.mark for f in versions_of([here, here])} == {"ok"}
+    found = {f.subject: f for f in versions_of([here, here | {"torch": "2.12.1", "python": "3.12.1"}, here])}
+    assert found["torch"].mark == "wrong"
+    assert found["torch"].finding == "2.13.0 on workers 0, 2, 2.12.1 on worker 1"
+    assert found["python"].mark == "warning"
+    assert found["onebit"].mark == "ok"
+
+
+def test_slow_kernels_are_a_warning_and_impossible_ones_wrong():
+    assert [f.mark for f in kernels_of([["native", "built"]] * 2)] == ["ok"]
+    found = kernels_of([["native", "built"], ["reference", "not built"], ["", "ONEBIT_KERNELS is 'x'"]])
+    assert [f.mark for f in found] == ["ok", "warning", "wrong"]
+    assert "on worker 1" in found[1].finding
+
+
+@pytest.mark.parametrize(
+    ("rate", "assumed", "marks"),
+    [
+        (1.0, None, ["ok"]),
+        (1.0, AssumedLink(1.1), ["ok"]),
+        (1.0, AssumedLink(1.5), ["warning"]),
+        (1.0, AssumedLink(2.5), ["wrong"]),
+        (1.0, AssumedLink(Range(1.0, 2.5, 3.0)), ["ok"]),
+        (1.0, AssumedLink(1.0, 400.0), ["ok"]),
+        (1.0, AssumedLink(1.0, 100.0), ["ok", "warning"]),
+    ],
+)
+def test_a_link_is_judged_by_what_was_assumed(rate, assumed, marks):
+    assert [f.mark for f in judged_link("as measured", rate, 500.0, assumed)] == marks
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+class Tampering(Comm):
+    """One worker's view of others, in which a byte of what worker 1 gathers in the compressed stage is another."""
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner, self.rank_, self.size_ = inner, inner.rank, inner.size
+
+    @property
+    def rank(self) -> int:
+        return self.rank_
+
+    @property
+    def size(self) -> int:
+        return self.size_
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.inner.all_gather_bytes(data)
+
+    def _all_to_all(self, messages: Tensor) -> Pending:
+        return self.inner.all_to_all(messages)
+
+    def _all_gather(self, message: Tensor) -> Pending:
+        result = self.inner.all_gather(message).wait().clone()
+        if self.rank == 1:
+            result[0, -8] ^= 0x10
+        return Pending(result)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        self.inner.all_reduce(tensor)
+
+
+def test_replicas_that_came_apart_are_found():
+    good = run_workers(2, lambda comm: replicas_of(comm, CPU))
+    assert [f[0].mark for f in good] == ["ok", "ok"]
+    bad = run_workers(2, lambda comm: replicas_of(Tampering(comm), CPU))
+    assert [f[0].mark for f in bad] == ["wrong", "wrong"]
+    assert "on worker 0 and" in bad[0][0].finding
+    assert "layer 0" in bad[0][0].finding
+
+
+def _examined(comm: Comm) -> list[dict[str, Any]]:
+    return examine(comm, CPU, "cpu (for a test)", AssumedLink(1e-4, 1e6))
+
+
+def test_two_sound_workers_have_no_fault():
+    first, second = run_processes(2, _examined)
+    assert [f["subject"] for f in first] == [f["subject"] for f in second]
+    assert {f["mark"] for f in first} <= {"ok", "warning"}  # a warning where kernels were not built
+    assert status_of(first) == 0
+    link = next(f for f in first if f["subject"] == "link")
+    assert link["number"] > 1e-4
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, **overrides: Any) -> Path:
+    recipe = parse(TINY, {key.replace("__", "."): value for key, value in overrides.items()})
+    display = Display(Console(), quiet=True)
+    if recipe.train.workers == 1:
+        run_alone(recipe, folder, display)
+    else:
+        run_virtual(recipe, folder, display)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "good")
+
+
+def marks(folder: Path, assumed: Assumed = Assumed(None, None, None)) -> dict[str, str]:  # noqa: B008
+    return {f["subject"]: f["mark"] for f in examine_run(folder, assumed)}
+
+
+def test_a_run_whose_compression_was_active(finished):
+    found = {f["subject"]: f for f in examine_run(finished, Assumed(None, 0.1, 2))}
+    assert list(found) == ["compression", "bytes", "step time", "speed-up"]
+    assert found["compression"]["mark"] == found["bytes"]["mark"] == "ok"
+    assert found["compression"]["number"] == pytest.approx(2 / 3)
+    assert found["bytes"]["number"] == pytest.approx(1 / 16, rel=0.15)
+    gain = read_summary(finished).switch_gain
+    assert gain is not None
+    assert (gain["steps_before"], gain["steps_after"]) == (7, 15)
+    assert gain["before_bytes"] > 10 * gain["after_bytes"]
+    assert 0 < gain["before_compute_s"] < gain["before_s"]
+    assert gain["sentence"] in found["step time"]["finding"]
+    assert "predicted" in found["speed-up"]["finding"]
+    assert found["speed-up"]["number"] == pytest.approx(gain["speed_up"])
+
+
+def test_compression_that_never_came_is_wrong_and_says_what_to_set(tmp_path):
+    guard = {"guard": {"max_stretch": 1.0001, "postpone_steps": 100}}
+    short = {"train__steps": 6, "train__eval_every": 6, "optimizer__freeze_step": 3}
+    folder = train(tmp_path / "never", optimizer__options=guard, **short)
+    (found,) = examine_run(folder, Assumed(None, None, None))
+    assert found["mark"] == "wrong"
+    assert "never active in 6 steps of onebit-lamb" in found["finding"]
+    assert "a guard may postpone it" in found["finding"]
+    assert status_of([found]) == 1
+
+
+def test_a_switch_beyond_the_end_is_wrong(finished, tmp_path):
+    values = json.loads((finished / "summary.json").read_text())
+    values |= {"compressed_share_of_16bit": None, "freeze_step": None, "freeze_reason": "", "switch_gain": None}
+    values["samples_per_s"].pop("compressed")
+    values["recipe"]["optimizer"]["freeze_step"] = 40
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    found = json.loads(call("--run", tmp_path, "--json", status=1).stdout)["findings"][-1]
+    assert (found["mark"], found["subject"]) == ("wrong", "compression")
+    assert "never active in 30 steps of onebit-lamb: freeze_step is 40" in found["finding"]
+    assert "below 30" in found["advice"]
+
+
+def test_other_optimizers_and_one_worker_are_no_fault_but_a_warning(tmp_path):
+    short = {"train__steps": 4, "train__eval_every": 4, "optimizer__freeze_step": 2}
+    assert marks(train(tmp_path / "lamb", optimizer__name="lamb", **short)) == {"compression": "warning"}
+    assert marks(train(tmp_path / "one", train__workers=1, **short)) == {"compression": "warning"}
+
+
+def test_an_older_run_has_step_times_from_its_stages(finished, tmp_path):
+    values = json.loads((finished / "summary.json").read_text())
+    del values["switch_gain"]
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    found = {f["subject"]: f["finding"] for f in examine_run(tmp_path, Assumed(None, 0.1, 2))}
+    assert "means of the stages" in found["step time"]
+    assert "no prediction" in found["speed-up"]
+
+
+def test_the_prediction_is_of_the_run(finished):
+    summary = read_summary(finished)
+    slow = predict(summary, 0.01, Assumed(None, 0.01, 2))
+    fast = predict(summary, 0.01, Assumed(None, 100.0, 2))
+    assert slow is not None
+    assert fast is not None
+    assert slow[0].compute_s == pytest.approx(0.01)
+    assert slow[0].all_reduce_s == pytest.approx(2 * summary.parameters * 8 / 0.01e9, rel=0.05)  # n = 2, bf16
+    assert slow[0].total_s / slow[1].total_s > 3 > fast[0].total_s / fast[1].total_s
+    assert slow[0].hidden_s == 0  # `onebit train` averages after backward
+    wide = replace(
+        summary, recipe={**summary.recipe, "optimizer": {**summary.recipe["optimizer"], "warmup_transport": "fp32"}}
+    )
+    doubled = predict(wide, 0.01, Assumed(None, 0.01, 2))
+    assert doubled is not None
+    assert doubled[0].all_reduce_s == pytest.approx(2 * slow[0].all_reduce_s, rel=0.02)
+    with pytest.raises(ConfigError, match="must be a multiple of machines"):
+        predict(summary, 0.01, Assumed(None, 1.0, 3))
+
+
+def test_the_largest_reason_is_the_largest_difference():
+    before, after = StepTime(compute_s=0.1, all_reduce_s=0.5), StepTime(compute_s=0.1, all_to_all_s=0.05)
+    assert "after the switch took 300 ms, 50" in largest_reason(Steps(0.6, 0.4, 0.1, 0.1), before, after)
+    assert "waiting before the switch took 900 ms, 500" in largest_reason(Steps(1.0, 0.2, 0.1, 0.1), before, after)
+    assert "backward after the switch took 700 ms" in largest_reason(Steps(0.6, 0.75, 0.1, 0.7), before, after)
+    assert "a step took 1,000 ms before" in largest_reason(Steps(1.0, 0.15, None, None), before, after)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def call(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "400"})
+    assert result.exit_code == status, result.output
+    return result
+
+
+def test_one_worker_is_examined_alone(finished):
+    found = json.loads(call("--run", finished, "--json").stdout)
+    assert found["status"] == 0
+    subjects = [f["subject"] for f in found["findings"]]
+    assert subjects[:3] == ["python", "torch", "onebit"]
+    assert {"kernels", "transport", "replicas", "compression", "bytes"} <= set(subjects)
+
+
+def test_two_workers_on_the_command_line():
+    output = call("--workers", 2, "--link-gbit-s", 1e-4).stdout
+    assert "gloo, 2 workers on 1 machine; " in output
+    assert "equal after 8 steps through the switch" in output
+    assert output.rstrip().endswith("ok")
+    assert "0 wrong" in output
+
+
+def test_a_link_far_below_the_plan_is_exit_status_1():
+    found = json.loads(call("--workers", 2, "--link-gbit-s", 1e6, "--json", status=1).stdout)
+    assert [f["subject"] for f in found["findings"] if f["mark"] == "wrong"] == ["link"]
+
+
+def test_a_wrong_interface_is_found_before_the_workers_would_wait_for_each_other(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    output = call("--workers", 2, status=1).stdout
+    assert "GLOO_SOCKET_IFNAME is 'eth99'" in output
+
+
+def test_under_torchrun_loopback_on_two_hosts_is_found(tmp_path):
+    """Two agents would be two machines; here each process says that it is alone on its own."""
+    processes = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for rank in range(2):
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": 300}
+        command = [sys.executable, "-m", "onebit.cli", "doctor"]
+        environment = os.environ | {key: str(value) for key, value in variables.items()}
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        ends = [(process.communicate(timeout=90)[0], process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [status for _, status in ends] == [1, 1]
+    assert ends[0][0].count("the loopback interface, and workers are on several machines") == 2
+    assert ends[1][0] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("summary.json", "{", "is damaged: its summary.json cannot be used"),
+        ("summary.json", "[]", "is damaged"),
+        ("summary.json", '{"eval_loss": 1}', "is damaged"),
+        ("other.json", "{}", "has no summary.json; give the folder of a finished"),
+    ],
+)
+def test_a_damaged_run_folder_is_one_clear_error(tmp_path, name, text, why):
+    (tmp_path / name).write_text(text)
+    stderr = call("--run", tmp_path, status=2).stderr
+    assert stderr.startswith("error: the run folder ")
+    assert why in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_summary_without_a_part_is_damaged(finished, tmp_path):
+    values = json.loads((finished / "summary.json").read_text())
+    values["recipe"]["optimizer"].pop("name")
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="is damaged"):
+        examine_run(tmp_path, Assumed(None, None, None))
+
+
+def test_a_run_that_has_not_ended_says_where_it_is(tmp_path):
+    (tmp_path / "run.partial").mkdir()
+    with pytest.raises(ConfigError, match=r"run\.partial.* holds one that has not ended"):
+        summary_in(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--machines", 2], "--machines is 2 without --run"),
+        (["--probe", "nowhere.json"], "cannot be read"),
+        (["--link-gbit-s", "fast"], "--link-gbit-s is 'fast'"),
+        (["--link-gbit-s", 0], "must be above 0"),
+        (["--workers", 0], "--workers is 0"),
+        (["--run", "nowhere"], "has no summary.json"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_status_2(arguments, why):
+    stderr = call(*arguments, status=2).stderr
+    assert stderr.startswith("error: ")
+    assert why in stderr
+    assert stderr.count("\n") == 1

@@ -1,0 +1,348 @@
+"""`onebit probe`: fits find what made the times, real runs measure, and a plan takes what was written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from onebit.comm import Comm, Solo
+from onebit.commands import app
+from onebit.errors import ConfigError
+from onebit.link_fit import COLLECTIVES, Sample, Terms, fit_quartiles, fit_times, terms_of
+from onebit.planner import all_reduce_s, exchange_s
+from onebit.planner_inputs import Network, Range
+from onebit.probe import probe, subject_of
+from onebit.probe_file import read_probe
+from onebit.probe_kernels import PHASES, kernel_speed, quartiles
+from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
+from onebit.virtual import run_workers
+from tests.processes import run_processes
+
+CPU = torch.device("cpu")
+SIZES = (64, 4096, 2**18, 2**22)
+
+
+def timed(latency: float, message: float, rate: float, workers: int, per_machine: int) -> list[tuple[Terms, float]]:
+    found = []
+    for name in COLLECTIVES:
+        for size in SIZES:
+            for at_once in (1, 8):
+                terms = terms_of(name, size, at_once, workers, per_machine)
+                time = terms.latencies * latency + terms.messages * message + terms.link_bytes / rate
+                found.append((terms, time))
+    return found
+
+
+LATENCY, RATE = st.floats(1e-6, 1e-2), st.floats(1e6, 1e11)
+PLACES = st.sampled_from([(2, 1), (3, 1), (4, 2), (8, 4), (16, 1)])
+
+
+@given(LATENCY, LATENCY, RATE, PLACES)
+def test_the_fit_recovers_what_made_the_times(latency, message, rate, places):
+    samples = timed(latency, message, rate, *places)
+    bytes_matter = max(t.link_bytes / rate / seconds for t, seconds in samples)
+    assume(bytes_matter > 0.01)  # else the rate cannot be told
+    fit = fit_times(samples)
+    assert fit.residual < 1e-6
+    assert fit.bytes_per_s == pytest.approx(rate, rel=1e-3)
+    assert fit.latency_s + fit.message_s == pytest.approx(latency + message, rel=1e-3)
+    for terms, seconds in samples:
+        assert fit.seconds(terms) == pytest.approx(seconds, rel=1e-5)
+
+
+@given(LATENCY, RATE, st.lists(st.floats(-0.1, 0.1), min_size=24, max_size=24))
+def test_noise_of_a_tenth_moves_the_rate_by_little_more_and_shows_in_the_residual(latency, rate, noise):
+    samples = [(t, s * (1 + e)) for (t, s), e in zip(timed(latency, latency / 9, rate, 2, 1), noise, strict=True)]
+    assume(max(t.link_bytes / rate / s for t, s in samples) > 0.9)
+    fit = fit_times(samples)
+    assert fit.residual <= 0.12
+    assert min(fit.latency_s, fit.message_s) >= 0
+    assert fit.bytes_per_s == pytest.approx(rate, rel=0.25)
+
+
+@given(LATENCY, RATE)
+def test_a_sample_of_little_weight_changes_little(latency, rate):
+    samples = timed(latency, 0.0, rate, 2, 1)
+    assume(samples[-1][0].link_bytes / rate > 0.5 * samples[-1][1])
+    terms = terms_of("all_gather", 2**20, 1, 2, 1)
+    quick = (terms, (latency + terms.link_bytes / rate) / 5)  # as if a buffer had taken most of it
+    fit = fit_times([*samples, quick], [1.0] * len(samples) + [BETWEEN])
+    assert fit.bytes_per_s == pytest.approx(rate, rel=0.05)
+
+
+def test_times_that_do_not_grow_have_no_rate_and_json_says_so():
+    fit = fit_times([(Terms(1, 1, 64.0), 1e-3), (Terms(1, 1, 1e6), 1e-3), (Terms(1, 1, 1e3), 1e-3)])
+    assert fit.bytes_per_s == math.inf
+    assert fit.as_mapping()["bytes_per_s"] is None
+    assert fit.latency_s == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("bad", [[], [(Terms(1, 1, 1.0), 1.0)], [(Terms(1, 1, 1.0), 0.0), (Terms(1, 1, 2.0), 1.0)]])
+def test_what_cannot_be_fitted_is_refused(bad):
+    with pytest.raises(ConfigError, match=r"at least 2 timed|must be finite and above 0"):
+        fit_times(bad)
+
+
+def test_quartiles_give_a_range_of_rates():
+    terms = [Terms(1, 1, 64.0), Terms(1, 1, 1e8)]
+    fits = fit_quartiles([Sample(terms[0], 1e-4, 1e-4, 1e-4), Sample(terms[1], 0.5, 1.0, 2.0)])
+    rates = [fits[name].bytes_per_s for name in ("low", "median", "high")]
+    assert rates == pytest.approx([2e8, 1e8, 5e7], rel=1e-3)
+    assert quartiles([3.0]) == Range(3.0, 3.0, 3.0)
+
+
+@given(PLACES, st.integers(64, 10**7))
+def test_terms_are_those_of_the_cost_model(places, size):
+    n, g = places
+    size = size // n * n
+    net = Network(n, g, link_gbit_s=1.0, latency_us=70.0, message_us=11.0, local_gbit_s=1e6)
+
+    def seconds(terms: Terms) -> float:
+        return terms.latencies * 70e-6 + terms.messages * 11e-6 + terms.link_bytes / 1.25e8
+
+    _, to_all, gathered = exchange_s(net, [size], 8 * size)
+    assert seconds(terms_of("all_to_all", size, 1, n, g)) == pytest.approx(to_all)
+    assert seconds(terms_of("all_gather", size, 1, n, g)) == pytest.approx(gathered)
+    assert seconds(terms_of("all_reduce", size, 1, n, g)) == pytest.approx(all_reduce_s(net, size))
+
+
+def test_an_exchange_gets_its_share_of_the_link_and_an_all_reduce_all_of_it():
+    net = Network(2, 1, link_gbit_s=1.0, latency_us=0.0, message_us=0.0)
+    half = Network(2, 1, link_gbit_s=1.0, latency_us=0.0, message_us=0.0, exchange_efficiency=0.5)
+    assert exchange_s(half, [10**6], 8 * 10**6)[1] == pytest.approx(2 * exchange_s(net, [10**6], 8 * 10**6)[1])
+    assert all_reduce_s(half, 10**6) == all_reduce_s(net, 10**6)
+    with pytest.raises(ConfigError, match=r"exchange_efficiency is 0\.0"):
+        Network(2, 1, link_gbit_s=1.0, exchange_efficiency=0.0)
+
+
+# -- real measurements ---------------------------------------------------------------------------------------------
+
+
+def _network(comm: Comm) -> dict[str, Any]:
+    cases = [Case(name, size, 1) for name in COLLECTIVES for size in (64, 4096, 200_000)]
+    found = time_network([*cases, Case("all_to_all", 64, 8)], comm, 2, CPU, 2.0)
+    assert json.loads(comm.all_gather_bytes(json.dumps(found["fits"]).encode())[0]) == found["fits"]
+    return found
+
+
+def test_two_processes_time_the_same_collectives():
+    first, second = run_processes(2, _network)
+    assert first["fits"] == second["fits"]
+    assert first["inside"] is True
+    assert not first["left_out"]
+    for sample in first["samples"]:
+        assert 0 < sample["seconds"].low <= sample["seconds"].likely <= sample["seconds"].high < 1
+    assert {"all_reduce", "exchange", "all_to_all", "all_gather"} == set(first["fits"])
+
+
+def _on_two_machines(comm: Comm) -> dict[str, Any]:
+    os.environ |= {"RANK": str(comm.rank), "LOCAL_WORLD_SIZE": "2"}
+    return probe(None, 1, comm, CPU, 6)
+
+
+def test_workers_of_several_machines_time_both_kinds_of_links(tmp_path):
+    found = run_processes(4, _on_two_machines, timeout_s=120)[0]
+    assert (found["workers"], found["machines"]) == (4, 2)
+    assert (found["network"]["inside"], found["local"]["inside"]) == (False, True)
+    assert {sample["messages"] for sample in found["local"]["samples"]} == {1, 2, 8}
+    (tmp_path / "probe.json").write_text(json.dumps(found))
+    inputs = read_probe(tmp_path / "probe.json").inputs
+    assert {"link_gbit_s", "latency_us", "local_gbit_s", "local_latency_us", "message_us"} <= set(inputs)
+
+
+def test_machines_with_different_numbers_of_workers_are_refused(monkeypatch):
+    def names(comm: Comm) -> list[str]:
+        here = "one" if comm.rank else "two"
+        return machine_names(Named(comm, here))
+
+    with pytest.raises(ConfigError, match="machines have 1, 2 workers"):
+        run_workers(3, names)
+
+
+class Named(Solo):
+    """A worker whose machine has the name it is given."""
+
+    def __init__(self, inner: Comm, name: str) -> None:
+        self.inner, self.name = inner, name
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.inner.all_gather_bytes(self.name.encode())
+
+
+class Slow(Solo):
+    """Two workers, the other of which does nothing; a link on which a byte takes 10 us."""
+
+    size = 2
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data, data]
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        import time
+
+        time.sleep(tensor.numel() * tensor.element_size() * 1e-5)
+
+
+def test_sizes_that_would_take_too_long_are_left_out_and_named():
+    sizes = (64, 512, 4096, 32768, 262144)
+    found = time_network([Case("all_reduce", size, 1) for size in sizes] + [
+        Case(name, size, 1) for name in ("all_to_all", "all_gather") for size in (64, 128)
+    ], Slow(), 1, CPU, 0.5)  # fmt: skip
+    assert [case["size"] for case in found["left_out"]] == [32768, 262144]
+    rate = found["fits"]["all_reduce"]["median"]["bytes_per_s"]
+    assert rate == pytest.approx(1e5, rel=0.3)  # bytes of a ring of two: as many as the buffer has
+
+
+def test_cases_end_with_the_messages_that_the_model_has():
+    shapes = ((1000, 300), (300,))
+    cases = cases_of(shapes, 2)
+    assert max(c.size for c in cases if c.collective == "all_reduce") == 2 * 300_300
+    assert 300_300 / 16 < max(c.size for c in cases if c.collective == "all_to_all") < 300_300 / 16 + 64
+    assert sum(c.at_once > 1 for c in cases) == 1
+
+
+def test_kernels_are_timed_phase_by_phase():
+    found = kernel_speed(50_000, 3, CPU, 0.2)
+    assert set(found["ns_per_element"]) == {*PHASES, "warmup_step"}
+    assert found["elements"] == 50_000
+    assert found["rounds"] >= 3
+    for value in (*found["ns_per_element"].values(), found["kernel_factor"], found["copy_gbyte_s"]):
+        assert 0 < value.low <= value.likely <= value.high
+
+
+def test_one_worker_measures_its_own_model(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def pair():\n"
+        "    m = torch.nn.Linear(300, 40)\n"
+        "    x = torch.randn(5, 300)\n"
+        "    return m, lambda: m(x).square().sum()\n"
+        "def whole():\n"
+        "    m = torch.nn.Linear(300, 40)\n"
+        "    return m, lambda: m(torch.randn(5, 300)).sum().backward()\n"
+        "def empty():\n"
+        "    return torch.nn.Linear(3, 4), lambda: None\n"
+        "def alone():\n"
+        "    return torch.nn.Linear(3, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = probe("mine:pair", 5, Solo(), CPU, 5)
+    assert found["model"] == {"name": "mine:pair", "parameters": 12040, "shapes": [[40, 300], [40]]}
+    assert found["network"] is None
+    assert 0 < found["step"]["backward_share"] < 1
+    assert found["step"]["micro_batch"] == 5
+    assert probe("mine:whole", None, Solo(), CPU, 5)["step"]["backward_share"] is None
+    with pytest.raises(ConfigError, match="left no gradients"):
+        probe("mine:empty", None, Solo(), CPU, 5)
+    for text, why in (("mine:alone", "must return a torch module and"), ("mine:nothing", "has no attribute")):
+        with pytest.raises(ConfigError, match=why):
+            subject_of(text, None, CPU)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def call(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+    assert result.exit_code == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A probe of two workers that the command started."""
+    file = tmp_path_factory.mktemp("probe") / "probe.json"
+    output = call("probe", "--workers", 2, "--seconds", 6, "--json", file).stdout
+    assert "all_to_all" in output
+    assert f"probe: {file}" in output
+    return file
+
+
+def test_a_plan_takes_what_a_probe_wrote(measured):
+    probed = read_probe(measured)
+    assert (probed.workers, probed.machines, probed.inside) == (2, 1, True)
+    found = json.loads(call("plan", "--probe", measured, "--json").stdout)
+    assert found["setup"]["model"]["parameters"] == probed.parameters == 680_016
+    assert found["setup"]["work"]["micro_step_s"]["likely"] == probed.micro_step_s.likely
+    assert found["setup"]["work"]["kernel_factor"]["low"] == probed.kernel_factor.low
+    assert found["setup"]["network"]["local_gbit_s"]["likely"] == probed.link_gbit_s.likely
+    assert found["setup"]["network"]["latency_us"] == 50.0  # not measured: all workers were on one machine
+    row = found["methods"]["onebit-lamb"]["step_s"]
+    assert row["low"] < row["likely"] < row["high"]
+
+
+def test_what_is_given_by_hand_goes_over_the_probe(measured):
+    given_by_hand = ["--compute-ms", 7, "--workers", 4, "--machines", 2, "--link-gbit-s", 3, "--kernel-factor", 2]
+    found = json.loads(call("plan", "1M", "--probe", measured, *given_by_hand, "--json").stdout)["setup"]
+    assert found["model"]["parameters"] == 1_000_000
+    assert found["work"]["micro_step_s"] == pytest.approx(0.007)
+    assert found["work"]["kernel_factor"] == 2
+    assert (found["network"]["workers"], found["network"]["workers_per_machine"]) == (4, 2)
+    assert found["network"]["link_gbit_s"] == 3
+
+
+def test_a_probe_inside_a_machine_does_not_stand_for_a_link_between_machines(measured):
+    assert "--link-gbit-s is not given" in call("plan", "--probe", measured, "--workers", 4, status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "is not JSON"),
+        (lambda text: "[]", "is 'list', not 'onebit probe 1'"),
+        (lambda text: text.replace("onebit probe 1", "onebit probe 9"), "is 'onebit probe 9'"),
+        (lambda text: text.replace('"step"', '"stop"'), "is damaged .KeyError"),
+        (lambda text: text.replace('"likely"', '"unlikely"'), "is damaged .KeyError"),
+        (lambda text: text.replace('"workers": 2', '"workers": 0'), "is damaged .ValueError"),
+    ],
+)
+def test_a_damaged_probe_is_one_clear_error(measured, tmp_path, damage, why):
+    file = tmp_path / "damaged.json"
+    file.write_text(damage(measured.read_text()))
+    with pytest.raises(ConfigError, match=why):
+        read_probe(file)
+    stderr = call("plan", "--probe", file, status=2).stderr
+    assert stderr.startswith("error: the probe ")
+    assert stderr.count("\n") == 1
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10**6), st.integers(0, 255))
+def test_no_damage_to_a_probe_gives_another_kind_of_error(measured, place, value):
+    data = bytearray(measured.read_bytes())
+    data[place % len(data)] = value
+    file = measured.with_name("flipped.json")
+    file.write_bytes(bytes(data))
+    with suppress(ConfigError):
+        read_probe(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["probe", "--workers", 0], "--workers is 0"),
+        (["probe", "--seconds", 1], "--seconds is 1"),
+        (["probe", "--micro-batch", 0], "--micro-batch is 0"),
+        (["probe", "no:thing"], "cannot be built"),
+        (["probe", "nothing.toml"], "nothing.toml"),
+        (["plan"], "--workers is not given"),
+        (["plan", "--workers", 2, "--link-gbit-s", 1, "--compute-ms", 1], "no MODEL is given"),
+        (["plan", "1M", "--workers", 2, "--link-gbit-s", 1], "--compute-ms is not given"),
+        (["plan", "--probe", "nowhere.json"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments, why):
+    stderr = call(*arguments, status=2).stderr
+    assert stderr.startswith("error: ")
+    assert why in stderr
+    assert stderr.count("\n") == 1
