@@ -66,13 +66,17 @@ def average_gradients(params: Iterable[Tensor], comm: Comm, transport: Transport
 
 
 class FullMean:
-    """The mean of one bucket's gradients in full precision, made at once, in place; `serve` has nothing to do."""
+    """The mean of one bucket's gradients in full precision, made at once, in place; nothing else is left to do."""
 
     def __init__(self, flat: Tensor, comm: Comm, transport: FullTransport) -> None:
-        mean_over_workers(flat, comm, transport)
+        with comm.clock("wire"):
+            mean_over_workers(flat, comm, transport)
 
     def serve(self) -> None:
         """There is no second phase of ours: an all_reduce is both."""
+
+    def arrive(self) -> None:
+        """It is there."""
 
 
 class QuantisedMean:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit import errors
+from onebit.clock import Clock
 from onebit.errors import CommError, ConfigError, MismatchError, OnebitError
 
 T = TypeVar("T")
@@ -53,6 +54,12 @@ class Comm(ABC):
     """
 
     payload_bytes: int = 0  # counted since construction, this worker
+
+    @property
+    def clock(self) -> Clock:
+        """The time of exchanges that go through this comm, on this worker."""
+        made: Clock = self.__dict__.setdefault("_clock", Clock())
+        return made
 
     @property
     @abstractmethod

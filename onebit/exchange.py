@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from onebit.chunk_codec import ChunkCodec
+from onebit.clock import Clock
 from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm, Pending
 from onebit.kernels import pack_bits, unpack_bits
@@ -175,7 +176,8 @@ class Exchange(Generic[C]):
             comm: another group of the same workers (`Comm.beside`) to send it through; None: the exchange's own.
         """
         source = TensorSource(source) if isinstance(source, Tensor) else source
-        return BucketMean(self, bucket, source, error_factor, self.comm if comm is None else comm)
+        comm = self.comm if comm is None else comm
+        return BucketMean(self, bucket, source, error_factor, comm, comm.clock)
 
     def note_headers(self, headers: list[Tensor]) -> None:
         """Remember whether any worker asked for its dead elements to wake. Only asked for where some are dead."""
@@ -299,21 +301,35 @@ class LateSource:
 class BucketMean:
     """One bucket's mean under way: `serve()` after `start`, then `gather()` or `wait()`, then `commit()` or nothing."""
 
+    _messages: Tensor | None = None  # gathered, where that was waited for before `gather`
+
     def __init__(
-        self, exchange: Exchange[C], bucket: Bucket, source: Source, error_factor: Tensor | None, comm: Comm
+        self,
+        exchange: Exchange[C],
+        bucket: Bucket,
+        source: Source,
+        error_factor: Tensor | None,
+        comm: Comm,
+        clock: Clock,
     ) -> None:
         self._exchange, self._comm = exchange, comm
         self._codec = exchange.codecs[bucket.index]
         self.bucket = bucket
         self._source, self._factor = source, error_factor
-        self._sent = source.encode(self._codec, exchange.errors[bucket.index], error_factor)
-        self._pending: Pending = comm.all_to_all(self._sent)
+        self._clock = clock
+        with self._clock("encode"):
+            self._sent = source.encode(self._codec, exchange.errors[bucket.index], error_factor)
+        with self._clock("wire"):
+            self._pending: Pending = comm.all_to_all(self._sent)
 
     def serve(self) -> None:
         """Phase 2: average the chunk this worker serves, compress the mean, send it to everyone."""
-        self._received = self._pending.wait()
-        self._reply = self._codec.serve(self._received, self._comm.rank, self._server_error, self._factor)
-        self._pending = self._comm.all_gather(self._reply)
+        with self._clock("wire"):
+            self._received = self._pending.wait()
+        with self._clock("server"):
+            self._reply = self._codec.serve(self._received, self._comm.rank, self._server_error, self._factor)
+        with self._clock("wire"):
+            self._pending = self._comm.all_gather(self._reply)
 
     def gather(self) -> Tensor:
         """Phase 3: the messages of all chunks, uint8 [workers, message_bytes], equal to the bit on all workers.
@@ -321,15 +337,23 @@ class BucketMean:
         Sets the bool tensors `finite`, whether all scales are, and `usable`, whether their squares are too with `ROOM`;
         and `headers`.
         """
-        gathered = self._all_messages()
+        self.arrive()
+        gathered, self._messages = self._messages, None
+        assert gathered is not None
         scales = self._codec.all_scales(gathered)
         self.finite = torch.isfinite(scales).all()
         self.usable = torch.isfinite((scales * ROOM).square()).all()
         self.headers = self._codec.header(gathered)
         return gathered
 
+    def arrive(self) -> None:
+        """Wait for what `gather` gives, unless it is there; it may be called before, on another thread."""
+        if self._messages is None:
+            self._messages = self._all_messages()
+
     def _all_messages(self) -> Tensor:
-        return self._pending.wait()
+        with self._clock("wire"):
+            return self._pending.wait()
 
     def wait(self) -> Tensor:
         """`gather`, decoded: the mean, [bucket]."""

@@ -159,7 +159,8 @@ class StepGradients(OverlappedSteps):
         def start(bucket: Bucket, comm: Comm) -> FullMean:
             assert whole is not None
             flat = whole[bucket.slice]
-            self._backend.gather(bucket, self._gradients(bucket), flat)
+            with comm.clock("encode"):
+                self._backend.gather(bucket, self._gradients(bucket), flat)
             return FullMean(flat, comm, transport)
 
         return start
@@ -227,7 +228,19 @@ class StepGradients(OverlappedSteps):
         if not max_norm > 0:
             raise ConfigError(f"max_norm is {max_norm}; it must be above 0")
         self._make_ready()
-        before, self._estimate.wanted = self.comm.payload_bytes, True
+        self._estimate.wanted = True
+        with self._counted():
+            norm, factor, own = self._clipping(max_norm)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise ConfigError(f"the norm of the gradients is {float(norm)}, and error_if_nonfinite is set")
+        scale_gradients(self._params(), factor)
+        if own is not None and self.needs_own_gradients and self.comm.size > 1:
+            self._estimate.clipped(own, factor)
+        self._means = {id(p): version(p) for p in self._params() if id(p) in self._means}
+        return norm
+
+    def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The norm to clip by, the factor that does, and the mean of the own squared norms where that was asked for."""
         own: Tensor | None = None
         if self.stage is Stage.WARMUP and not self.needs_own_gradients:
             square = self._square_of_means()
@@ -237,15 +250,7 @@ class StepGradients(OverlappedSteps):
                 self._say_unknown()
             square = own * self._estimate.kept
         norm = square.sqrt()
-        self.payload_bytes += self.comm.payload_bytes - before
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise ConfigError(f"the norm of the gradients is {float(norm)}, and error_if_nonfinite is set")
-        factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        scale_gradients(self._params(), factor)
-        if own is not None and self.needs_own_gradients and self.comm.size > 1:
-            self._estimate.clipped(own, factor)
-        self._means = {id(p): version(p) for p in self._params() if id(p) in self._means}
-        return norm
+        return norm, torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0), own
 
     def _say_unknown(self) -> None:
         if self.comm.rank == 0 and not self._said_unknown:

@@ -119,7 +119,14 @@ class FlatOptimizer(StepGradients):
         if first and self._is_rehearsal():
             self._forget_means()
             return loss
-        before, self._folded = self.comm.payload_bytes, False
+        self._folded = False
+        with self._counted():
+            self._whole_step()
+        return loss
+
+    def _whole_step(self) -> None:
+        """A step, when the gradients are there."""
+        assert self._stepped is not None
         self._scaled |= getattr(self, "found_inf", None) is not None
         if self._scaled and self.comm.size > 1 and self._meets:
             self._compare_rates()
@@ -133,8 +140,6 @@ class FlatOptimizer(StepGradients):
             self._stepped.unscale = None
         self._forget_means()
         self._prepare_next()
-        self.payload_bytes += self.comm.payload_bytes - before + self._payload_of_lane()
-        return loss
 
     def _is_rehearsal(self) -> bool:
         """Whether the first step is one that torch.distributed.checkpoint takes to see what state there will be.
@@ -196,7 +201,10 @@ class FlatOptimizer(StepGradients):
 
         Returns:
             stage, step (updates made), skipped_steps (all workers skipped them: not finite), payload_bytes (handed
-            to the transport by this worker's steps).
+            to the transport by this worker's steps); seconds, what steps took so far on this worker's host: compute
+            (between steps: forward, backward, data), encode, wire and server (of exchanges, in a thread of their own
+            with overlap), waiting (for that thread), update (the rest of a step); hidden: of encode, wire and server,
+            what ran beside compute.
         """
         self._settle()
         return {

@@ -17,16 +17,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from onebit.clock import PHASES
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.layout import Bucket
@@ -41,9 +43,11 @@ GIVE_UP = 3
 
 
 class Mean(Protocol):
-    """A bucket's mean under way, as `exchange.BucketMean`: its second phase is still to be done."""
+    """A bucket's mean under way, as `exchange.BucketMean`: its second phase is to be done, and then waited for."""
 
     def serve(self) -> None: ...
+
+    def arrive(self) -> None: ...
 
 
 Versions = Sequence[tuple[Tensor | None, int]]
@@ -53,7 +57,7 @@ Start = Callable[[Bucket, Comm], Any]
 
 
 class Ticket:
-    """A bucket that was given to a lane."""
+    """A bucket that was given to a lane. Done when the lane was flushed."""
 
     def __init__(self, start: Callable[[], Mean], after: Any) -> None:
         self._start, self._after = start, after
@@ -89,24 +93,21 @@ class Lane:
         self.comm = comm.beside()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._waiting: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._last: Ticket | None = None
         thread = threading.Thread(
             target=_work, args=(self._waiting, self._stream), name="onebit-lane", daemon=True
         )  # a daemon: a worker that ends does not wait for the others
         thread.start()
-        weakref.finalize(self, self._waiting.put, None)
+        weakref.finalize(self, _end, self._waiting, thread)
 
     def submit(self, start: Callable[[Comm], Mean]) -> Ticket:
         """Begin a bucket's mean when those before have begun; it is served when the next one has, or at `flush`."""
-        self._last = Ticket(partial(start, self.comm), self._now())
-        self._waiting.put(self._last)
-        return self._last
+        ticket = Ticket(partial(start, self.comm), self._now())
+        self._waiting.put(ticket)
+        return ticket
 
     def flush(self) -> None:
-        """No bucket comes any more: the last one is served."""
-        if self._last is not None:
-            self._waiting.put(_Flush(self._last))
-            self._last = None
+        """No bucket comes any more: the last one is served, all are waited for, and their tickets are done."""
+        self._waiting.put(_Flush())
 
     def join(self) -> None:
         """What the lane has done comes before what the main thread does from now on, also on an accelerator."""
@@ -119,35 +120,56 @@ class Lane:
 
 
 class _Flush(Ticket):
-    def __init__(self, last: Ticket) -> None:
-        super().__init__(lambda: last._mean, None)  # type: ignore[arg-type,return-value]
+    """Says that no bucket comes any more."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, None)  # type: ignore[arg-type,return-value]
 
 
 def _work(waiting: queue.SimpleQueue[Ticket | None], stream: Any) -> None:
     """What a lane's thread does until it is given None. After an error nothing else is begun."""
-    last: Ticket | None = None
+    under_way: list[Ticket] = []
     broken: BaseException | None = None
     while (ticket := waiting.get()) is not None:
         try:
             if broken is not None:
                 raise broken
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                if not isinstance(ticket, _Flush):
-                    if ticket._after is not None:
-                        stream.wait_event(ticket._after)
-                    ticket._mean = ticket._start()
-                if last is not None:
-                    last._mean.serve()  # type: ignore[union-attr]
-                    last._done.set()
+                _advance(ticket, under_way, stream)
         except BaseException as error:  # it is raised where the mean is waited for
             broken = error
-        if broken is not None:
-            for failed in (last, ticket):
-                if failed is not None:
-                    failed._error = broken
-                    failed._done.set()
-        last = None if isinstance(ticket, _Flush) else ticket
+        if not isinstance(ticket, _Flush):
+            under_way.append(ticket)
+        if broken is not None or isinstance(ticket, _Flush):
+            _hand_over(under_way, broken)
+            under_way = []
         ticket = None
+
+
+def _hand_over(under_way: Sequence[Ticket], error: BaseException | None) -> None:
+    for ticket in under_way:
+        ticket._error = error
+        ticket._done.set()
+
+
+def _end(waiting: queue.SimpleQueue[Ticket | None], thread: threading.Thread) -> None:
+    """End a lane's thread. It is not waited for if a collective of it is never answered."""
+    waiting.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)
+
+
+def _advance(ticket: Ticket, under_way: list[Ticket], stream: Any) -> None:
+    """Begin one more bucket and serve the one before it; after the last one wait for all."""
+    if not isinstance(ticket, _Flush):
+        if ticket._after is not None:
+            stream.wait_event(ticket._after)
+        ticket._mean = ticket._start()
+    if under_way:
+        under_way[-1]._mean.serve()  # type: ignore[union-attr]
+    if isinstance(ticket, _Flush):
+        for each in under_way:
+            each._mean.arrive()  # type: ignore[union-attr]
 
 
 class _Round:
@@ -179,11 +201,38 @@ class OverlappedSteps(SavedState):
     _vain = 0  # exchanges in a row that were begun in vain
     _buckets_early = 0
     _lane_counted = 0
+    _ended: float | None = None  # when the last step or clipping did
     _ddp_noted = False  # during a backward: whether DDP is known to write the gradients again at its end
 
     def stats(self) -> dict[str, Any]:
-        """With overlap, overlapped: how many buckets were begun during backward so far, on this worker."""
-        return {"overlapped": self._buckets_early} if self._overlap else {}
+        """`seconds`, see `FlatOptimizer.stats`; with overlap, overlapped: how many buckets were begun during backward
+        so far, on this worker."""
+        beside = dict.fromkeys(PHASES, 0.0) if self._lane is None else self._lane.comm.clock.seconds
+        phases = {name: self._seconds[name] + beside[name] for name in PHASES}
+        seconds = {**self._seconds, **phases, "hidden": max(0.0, sum(beside.values()) - self._seconds["waiting"])}
+        return {"seconds": seconds, **({"overlapped": self._buckets_early} if self._overlap else {})}
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count what is sent, and the time, of a step or of clipping; what is between two of these is compute."""
+        before, phases, began = self.comm.payload_bytes, dict(self.comm.clock.seconds), time.perf_counter()
+        waited = self._seconds["waiting"]
+        if self._ended is not None:
+            self._seconds["compute"] += began - self._ended
+        try:
+            yield
+        finally:
+            self.payload_bytes += self.comm.payload_bytes - before + self._payload_of_lane()
+            self._ended = time.perf_counter()
+            spent = {name: self.comm.clock.seconds[name] - phases[name] for name in PHASES}
+            for name, seconds in spent.items():
+                self._seconds[name] += seconds
+            waited = self._seconds["waiting"] - waited
+            self._seconds["update"] += self._ended - began - sum(spent.values()) - waited
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._seconds = dict.fromkeys(("compute", *PHASES, "waiting", "update"), 0.0)
+        super().__init__(*args, **settings)
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
@@ -294,10 +343,13 @@ class OverlappedSteps(SavedState):
             if bucket.index not in coming.tickets:
                 self._submit(coming, bucket)
         self._lane.flush()
+        began = time.perf_counter()
         said = (self._control or self.comm).gather_flag(same)
         means = [coming.tickets[bucket.index].wait() for bucket in buckets]
         self._lane.join()
-        if bool(said.wait().all()):
+        agreed = bool(said.wait().all())
+        self._seconds["waiting"] += time.perf_counter() - began
+        if agreed:
             return means
         self._vain += 1
         if self._vain == GIVE_UP and self.comm.rank == 0:

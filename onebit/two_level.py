@@ -374,15 +374,19 @@ class _TwoLevelMean(BucketMean):
         self._codec, self._levels = exchange.codecs[bucket.index], comm
         self.bucket = bucket
         part = exchange.parts[bucket.index]
-        x = _mean_of_part(source.values(self._codec), comm.inside)
-        self._inner = BucketMean(exchange.inner, part.bucket, TensorSource(x), error_factor, comm.across)
+        with comm.clock("encode"):
+            own = source.values(self._codec)
+        with comm.clock("wire"):
+            x = _mean_of_part(own, comm.inside)
+        self._inner = BucketMean(exchange.inner, part.bucket, TensorSource(x), error_factor, comm.across, comm.clock)
 
     def serve(self) -> None:
         self._inner.serve()
 
     def _all_messages(self) -> Tensor:
         mine = self._inner._all_messages()
-        gathered = self._levels.inside.all_gather(mine.flatten()).wait()
+        with self._levels.clock("wire"):
+            gathered = self._levels.inside.all_gather(mine.flatten()).wait()
         return gathered.view(-1, mine.shape[1])
 
     def commit(self, keep: Tensor | None = None) -> None:
