@@ -102,6 +102,10 @@ class Exchange(Generic[C]):
         """Of [layout.numel], what lies where this worker's errors do, as `worker_error`; may be a view."""
         return full
 
+    def placed_error(self) -> Tensor:
+        """This worker's errors where they lie in the flat order, [layout.numel]; zero where it holds none."""
+        return self.worker_error
+
     def served_part(self, full: Tensor) -> Tensor:
         """Of [layout.numel], what lies where `server_error` does: a new tensor."""
         rows = [full[bucket.slice].view(bucket.workers, -1)[self.served_chunk] for bucket in self.layout.buckets]

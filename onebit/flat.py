@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("onebit")
 
 DEFAULT_BUCKET_ELEMENTS = 2**24
+BUCKETS, LEAST_BUCKET_ELEMENTS = 12, 2**16
+"""Of the default with overlap."""
 
 
 class Stage(enum.Enum):
@@ -147,7 +149,7 @@ class FlatState(torch.optim.Optimizer):
             named += [("workers of a machine", str(self._local_size))]
         named += [("dtype", ", ".join(sorted({str(p.dtype) for p in self._params()})))]
         named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]
-        named += [("bucket_elements", str(self._bucket_elements)), ("groups", str([len(g) for g in self._groups()]))]
+        named += [("bucket_elements", str(self._bucket_limit)), ("groups", str([len(g) for g in self._groups()]))]
         return named + [(f"shape of parameter {i}", str(tuple(p.shape))) for i, p in enumerate(self._params())]
 
     @property
@@ -204,7 +206,15 @@ class FlatState(torch.optim.Optimizer):
     def _layout_for(self, workers: int, combine: Combine | None = None) -> FlatLayout:
         groups = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         sizes = even_sizes(self._params())  # buckets are cut alike by all that hold shards
-        return FlatLayout([x.shape for x in self._x], workers, groups, self._bucket_elements, sizes, combine)
+        return FlatLayout([x.shape for x in self._x], workers, groups, self._bucket_limit, sizes, combine)
+
+    @property
+    def _bucket_limit(self) -> int | None:
+        """`bucket_elements`; with overlap and the default at most a `BUCKETS`-th of the model, or there is none."""
+        if not self._overlap or self._bucket_elements != DEFAULT_BUCKET_ELEMENTS:
+            return self._bucket_elements
+        elements = sum(even_sizes(self._params()))
+        return min(DEFAULT_BUCKET_ELEMENTS, max(LEAST_BUCKET_ELEMENTS, -(-elements // BUCKETS)))
 
     def _build_backend(self, layout: FlatLayout) -> Backend:
         if self._kernels == "native":

@@ -25,6 +25,7 @@ from onebit.report import Display, Metrics, Summary
 from onebit.resume import Checkpoints, Roll, Step, pack_steps, unpack_steps
 from onebit.switch_gain import Gain, SwitchGain
 from onebit.text import IGNORED, Corpus, Windows, generator, mask_tokens
+from onebit.two_level import two_level
 
 BAD_STEPS_ALLOWED = 20  # in a row, before a run that has gone to nan is stopped
 UNCOMPRESSED = "uncompressed"  # the stage of an optimizer that has no compressed stage
@@ -35,6 +36,7 @@ class Job:
 
     def __init__(self, recipe: Recipe, comm: Comm, device: torch.device, corpus: Corpus) -> None:
         comm = Checked(comm) if recipe.train.checksums else comm
+        comm = two_level(comm=comm) if recipe.train.two_levels else comm
         self.recipe, self.comm, self.device, self.corpus = recipe, comm, device, corpus
         self.model = build_model(recipe, corpus.vocab_size, device)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -50,6 +52,8 @@ class Job:
         self._skipped_before = 0
         self._gain = SwitchGain()
         self._compute_s = 0.0  # of the last step, in forward and backward
+        self._compute_since = 0.0  # the last line, in seconds
+        self._where_before: dict[str, float] = {}  # at the last line, as the optimizer counts it
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker remembers of the run so far, beside model, optimizer and schedule."""
@@ -181,15 +185,22 @@ class Job:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self._compute_s = self._now() - began
+        self._compute_since += self._compute_s
         self.roll.arrive(number)
-        before = self.comm.payload_bytes
+        before = self._sent
         if self._average is not None:
             self._average()
         self.optimizer.step()
-        payload = self.comm.payload_bytes - before
+        payload = self._sent - before
         self.optimizer.zero_grad(set_to_none=True)
         self._schedule.step()
         return Step(stage, total, lr, payload, self._now() - began)
+
+    @property
+    def _sent(self) -> int:
+        """Payload bytes so far; an optimizer of ours counts its own, which may go through a group beside ours."""
+        held = self.optimizer if isinstance(self.optimizer, FlatOptimizer) else self.comm
+        return held.payload_bytes
 
     def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         return masked_loss(self.model, inputs.to(self.device), labels.to(self.device))
@@ -213,7 +224,9 @@ class Job:
         """Average the loss since the last line over steps and workers; stop when it has been nan for long."""
         since = self._steps[-((number - 1) % self.recipe.train.log_every + 1) :]
         losses = [step.loss.item() for step in since]
-        skipped = self.optimizer.stats()["skipped_steps"] if isinstance(self.optimizer, FlatOptimizer) else 0
+        stats = self.optimizer.stats() if isinstance(self.optimizer, FlatOptimizer) else None
+        skipped = 0 if stats is None else stats["skipped_steps"]
+        where = self._milliseconds(stats, len(since))
         bad = max(skipped - self._skipped_before, sum(not math.isfinite(x) for x in losses))
         self._skipped_before = skipped
         gathered = self.comm.all_gather_bytes(struct.pack("dq", sum(losses) / len(losses), bad))
@@ -231,9 +244,17 @@ class Job:
         speed = self._samples_per_step * len(since) / sum(step.seconds for step in since)
         metrics.write(
             step=number, stage=last.stage, loss=loss, lr=last.lr, samples_per_s=round(speed, 2),
-            payload_bytes=last.payload_bytes, **self._totals(),
+            payload_bytes=last.payload_bytes, milliseconds=where, **self._totals(),
         )  # fmt: skip
-        display.step(number, last.stage, loss, speed, last.payload_bytes)
+        display.step(number, last.stage, loss, speed, last.payload_bytes, where)
+
+    def _milliseconds(self, stats: dict[str, Any] | None, steps: int) -> dict[str, float]:
+        """Where a step's time went since the last line, on this worker; of optimizers of others, compute alone."""
+        so_far = {} if stats is None else {**stats["seconds"], "compute": 0.0}
+        spent = {name: seconds - self._where_before.get(name, 0.0) for name, seconds in so_far.items()}
+        spent["compute"] = self._compute_since
+        self._where_before, self._compute_since = so_far, 0.0
+        return {name: round(1e3 * seconds / steps, 2) for name, seconds in spent.items()}
 
     def _totals(self) -> dict[str, float]:
         """Over all steps so far, this worker: payload bytes, and seconds without evaluations."""

@@ -62,7 +62,7 @@ def _of_ours(optimizer: Any) -> dict[str, list[float]]:
             found[kind] = layerwise[name]
     if exchange is not None and frozen:
         momentum = _norms(optimizer.decoded_momentum())
-        error = _norms(layout.views(exchange.worker_error)) / layerwise.get("momentum_scale", 1.0)
+        error = _norms(layout.views(exchange.placed_error())) / layerwise.get("momentum_scale", 1.0)
         found["compression_error"] = torch.where(error > 0, error / momentum, 0.0)
     return {kind: values.tolist() for kind, values in found.items()}
 

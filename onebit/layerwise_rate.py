@@ -100,7 +100,7 @@ class Lamb(LayerwiseRate):
         process_group, comm: who the workers are. Neither: the default process group, or one worker without one.
         bucket_elements: layers are handled in buckets of about this many elements; None: one bucket.
         overlap: begin to average a bucket during backward, as soon as its gradients are there. The results are the same
-            bits. It takes more than one bucket to be of use (docs/overlap.md).
+            bits. With it the default of bucket_elements is a twelfth of the model at most (docs/overlap.md).
 
     Raises:
         ConfigError: a value outside what is listed above.

@@ -134,6 +134,7 @@ class TrainSection(_Section):
     `check_every`: steps between comparisons of the weights of all workers, but not while 0/1 Adam takes them apart; 0:
     only evaluations compare them.
     `checksums`: send a checksum with every message, and end all workers where one does not fit.
+    `two_levels`: workers of one machine average in full precision first; how many those are the launcher says.
     `checkpoint_every`: steps between checkpoints, of which the last `keep_checkpoints` stay until the run is done; 0:
     none. `async_checkpoints`: written while training goes on.
     `restarts`: how often `onebit train` starts the workers again, from the last checkpoint, when one has died; "auto":
@@ -150,6 +151,7 @@ class TrainSection(_Section):
     record_layers: Annotated[bool, Field(strict=True)] = True
     check_every: Annotated[int, Field(strict=True, ge=0, le=10**9)] = 50
     checksums: Annotated[bool, Field(strict=True)] = False
+    two_levels: Annotated[bool, Field(strict=True)] = False
     checkpoint_every: Annotated[int, Field(strict=True, ge=0, le=10**9)] = 0
     keep_checkpoints: Count = 2
     async_checkpoints: Annotated[bool, Field(strict=True)] = False

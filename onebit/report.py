@@ -258,10 +258,13 @@ class Display:
             yield
         self._progress = None
 
-    def step(self, done: int, stage: str, loss: float, samples_per_s: float, payload_bytes: int) -> None:
-        """Move the bar."""
+    def step(
+        self, done: int, stage: str, loss: float, samples_per_s: float, payload_bytes: int, where: dict[str, float]
+    ) -> None:
+        """Move the bar. `where`: milliseconds of a step, by what they were for."""
         if self._progress is not None:
             news = f"{stage}  loss {loss:.3f}  {samples_per_s:.0f} samples/s  {human_bytes(payload_bytes)}/step"
+            news += "  ms: " + " ".join(f"{name} {spent:.0f}" for name, spent in where.items() if spent >= 0.5)
             self._progress.update(self._task, completed=done, news=news)
 
     def evaluated(self, done: int, steps: int, loss: float) -> None:

@@ -66,12 +66,12 @@ class TwoLevel(Comm):
 
     @property
     def payload_bytes(self) -> int:
-        """Of all three together; `inside.payload_bytes` stay in the machine."""
-        return self._own_bytes + self.inside.payload_bytes + self.across.payload_bytes
+        """Of collectives of all workers, and across machines; what stays in the machine is `inside.payload_bytes`."""
+        return self._own_bytes + self.across.payload_bytes
 
     @payload_bytes.setter
     def payload_bytes(self, value: int) -> None:
-        self._own_bytes = value - self.inside.payload_bytes - self.across.payload_bytes
+        self._own_bytes = value - self.across.payload_bytes
 
     def beside(self) -> TwoLevel:
         return TwoLevel(self.whole.beside(), self.inside.beside(), self.across.beside())
@@ -286,6 +286,13 @@ class TwoLevelExchange(Exchange[C]):
 
     def own_part(self, full: Tensor) -> Tensor:
         return torch.cat([p.part(full[b.slice]) for b, p in zip(self.layout.buckets, self.parts, strict=True)])
+
+    def placed_error(self) -> Tensor:
+        part = self.worker_error
+        full = self.layout.zeros(part.dtype, part.device)
+        for bucket, codec in zip(self.layout.buckets, self.parts, strict=True):
+            codec.part(full[bucket.slice]).copy_(part[codec.bucket.slice])
+        return full
 
     def total_error(self) -> Tensor:
         part = self.inner.total_error()

@@ -47,6 +47,7 @@ class Measured:
     Attributes:
         seconds, compute, waited: of each step or unit of steps; of its slowest worker, mean over the workers twice.
         steps: how many.
+        exchanged: seconds of exchanges, wherever, and of these those beside compute; all workers together.
         payload: bytes, all workers and steps together.
         traffic: of each host, over the steps.
     """
@@ -56,6 +57,7 @@ class Measured:
         self.compute: list[float] = []
         self.waited: list[float] = []
         self.steps, self.payload = 0, 0.0
+        self.exchanged = [0.0, 0.0]
         self.traffic = [Traffic()] * hosts
 
     def add(self, answers: Sequence[dict[str, Any]], steps: int, traffic: Sequence[Traffic]) -> None:
@@ -64,6 +66,7 @@ class Measured:
         self.waited += [statistics.fmean(each) for each in zip(*(a["waited"] for a in answers), strict=True)]
         self.steps += steps
         self.payload += sum(a["payload"] for a in answers)
+        self.exchanged = [old + sum(a["exchanged"][i] for a in answers) for i, old in enumerate(self.exchanged)]
         self.traffic = [old + new for old, new in zip(self.traffic, traffic, strict=True)]
 
 
@@ -189,13 +192,16 @@ class Session:
             return {**record, "failed": self.failed.get(row, "not measured")}
         sent = [traffic.sent / measured.steps for traffic in measured.traffic]
         received = [traffic.received / measured.steps for traffic in measured.traffic]
-        samples = self.args.micro_batch * self.hosts * self.per_host
+        workers = self.hosts * self.per_host
+        samples = self.args.micro_batch * workers
         return {
             **record,
             "steps": measured.steps,
             "step_s": quartiles(measured.seconds),
             "forward_backward_s": quartiles(measured.compute),
             "in_collectives_s": quartiles(measured.waited),
+            "exchange_s": measured.exchanged[0] / workers / measured.steps if measured.exchanged[0] else None,
+            "hidden_share": max(0.0, measured.exchanged[1] / measured.exchanged[0]) if measured.exchanged[0] else None,
             "samples_per_s": samples / statistics.median(measured.seconds),
             "payload_bytes_per_host_step": measured.payload / measured.steps / self.hosts,
             "wire_sent_per_host_step": sent,
@@ -250,7 +256,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "--mbit", type=lambda text: [rate(part) for part in text.split(",")], default=[50.0, 200.0, 1000.0, None],
         help="rates with commas between them, Mbit/s or unlimited; 50,200,1000,unlimited",
     )  # fmt: skip
-    parser.add_argument("--model", choices=MODELS, default="base", help="base: a BERT of 10.5 M parameters")
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="base",
+        help="BERTs: base of 10.4 M parameters, deep of 11.2 M in small layers",
+    )
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences of a step and worker")
     parser.add_argument("--tokens", type=int, default=32, help="of a sequence")
     parser.add_argument("--local-steps", type=int, default=8, help="of PostLocalSGD and DiLoCo between averages")

@@ -22,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from benchmarks.network.local_steps import DiLoCo
-from onebit.comm import Comm, Distributed, Solo, ring_all_reduce_bytes
+from onebit.comm import Comm, Distributed, Solo, default_comm, ring_all_reduce_bytes
+from onebit.errors import ConfigError
 
 MODELS: dict[str, dict[str, int]] = {
     "base": {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": 8192},
+    "deep": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "vocab_size": 1024},
     "small": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512},
 }
 LR = 1e-5  # so small that no row wanders off, however many share the weights
@@ -58,6 +60,7 @@ class Row:
         step: a training step; returns the seconds of forward and backward, with what DDP sends meanwhile.
         payload: bytes handed to the transport by this worker so far; None: they are `payload_per_step`.
         waited: seconds in collectives so far; None: unknown, since DDP makes them meanwhile.
+        exchanged: seconds of exchanges so far, wherever, and of these those that ran beside compute; None: unknown.
         unit: steps that belong together, because not all of them send.
     """
 
@@ -65,6 +68,7 @@ class Row:
     payload: Callable[[], int] | None = None
     payload_per_step: float = 0.0
     waited: Callable[[], float] | None = None
+    exchanged: Callable[[], tuple[float, float]] | None = None
     unit: int = 1
 
 
@@ -103,10 +107,10 @@ class Bench:
             )
         )
 
-    def make_up_gradients(self, seed: int) -> None:
-        """Gradients of the shared model, none of them zero."""
+    def make_up_gradients(self, seed: int, model: Any = None) -> None:
+        """Gradients of a model, by default the shared one, none of them zero."""
         draws = torch.Generator().manual_seed(seed)
-        for p in self.plain.parameters():
+        for p in (self.plain if model is None else model).parameters():
             p.grad = torch.randn(p.shape, generator=draws) * 1e-3
 
     def backward(self, model: Any) -> float:
@@ -207,23 +211,37 @@ def timed(bench: Bench) -> Comm:
     return TimedComm() if bench.size > 1 else Solo()
 
 
-def ours(bench: Bench, make: Callable[..., Any], prime: int, **settings: Any) -> Row:
-    """One of this library's optimizers after `prime` steps on made-up gradients; `settings` are its arguments."""
-    comm = timed(bench)
-    optimizer = make(bench.plain.named_parameters(), lr=LR, comm=comm, **settings)
-    bench.make_up_gradients(1000 + bench.rank)
+def ours(bench: Bench, make: Callable[..., Any], prime: int, levels: bool = False, **settings: Any) -> Row:
+    """One of this library's optimizers after `prime` steps on made-up gradients; `settings` are its arguments.
+
+    `levels`: with the mean inside each host first. With overlap it has a model of its own, since its hooks see every
+    backward.
+    """
+    if levels and bench.per_host == 1:
+        raise ConfigError("two levels need at least two workers per host; give --workers 2")
+    comm = onebit.two_level(bench.per_host) if levels else default_comm()
+    model = bench.new_model() if settings.get("overlap") else bench.plain
+    optimizer = make(model.named_parameters(), lr=LR, comm=comm, **settings)
+    bench.make_up_gradients(1000 + bench.rank, model)
     for _ in range(prime):
         optimizer.step()
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        seconds = bench.backward(bench.plain)
+        seconds = bench.backward(model)
         optimizer.step()
         return seconds
 
-    for _ in range(2):
+    def waited() -> float:
+        return float(optimizer._seconds["wire"] + optimizer._seconds["waiting"])
+
+    def exchanged() -> tuple[float, float]:
+        spent = optimizer.stats()["seconds"]
+        return spent["encode"] + spent["wire"] + spent["server"], spent["hidden"]
+
+    for _ in range(3):
         step()
-    return Row(step, payload=lambda: optimizer.payload_bytes, waited=lambda: getattr(comm, "seconds", 0.0))
+    return Row(step, payload=lambda: optimizer.payload_bytes, waited=waited, exchanged=exchanged)
 
 
 def deepspeed_lamb(bench: Bench) -> Row:
@@ -247,6 +265,7 @@ def deepspeed_lamb(bench: Bench) -> Row:
 
 NEVER = 10**9
 _local = partial(ours, make=onebit.LocalVarianceLamb, schedule=onebit.Schedule(per_interval=1))
+_overlapping = partial(ours, make=onebit.OneBitLamb, overlap=True)
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "compute": compute,
     "ddp-fp32": ddp,
@@ -270,6 +289,13 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "local-warmup": partial(_local, warmup_steps=NEVER, prime=1),
     "local-lamb": partial(_local, warmup_steps=2, prime=130),  # the variance is next exchanged at update 256
     "deepspeed-lamb": deepspeed_lamb,
+    "lamb-bf16-overlap": partial(_overlapping, freeze_step=NEVER, prime=1, warmup_transport="bf16"),
+    "lamb-int4-overlap": partial(_overlapping, make=onebit.Lamb, prime=1, transport="int4"),
+    "1bit-lamb-overlap": partial(_overlapping, freeze_step=2, prime=4),
+    "1bit-adam-overlap": partial(_overlapping, make=onebit.OneBitAdam, freeze_step=2, prime=4),
+    "lamb-int4-two-level": partial(ours, make=onebit.Lamb, prime=1, transport="int4", levels=True),
+    "1bit-lamb-two-level": partial(ours, make=onebit.OneBitLamb, freeze_step=2, prime=4, levels=True),
+    "1bit-lamb-two-level-overlap": partial(_overlapping, freeze_step=2, prime=4, levels=True),
 }
 
 
@@ -303,6 +329,9 @@ METHODS = [
     Method("1-bit Adam, fp32 warm-up", "1bit-adam", "adam-fp32"),
     Method("1-bit Adam, PAPER", "1bit-adam-paper", "adam-paper"),
     Method("local-variance LAMB, 5 % warm-up", "local-lamb", "local-warmup", share=0.05),
+    Method("1-bit LAMB, bf16 warm-up, overlap", "1bit-lamb-overlap", "lamb-bf16-overlap"),
+    Method("1-bit LAMB, int4 warm-up, overlap", "1bit-lamb-overlap", "lamb-int4-overlap"),
+    Method("1-bit LAMB, int4 warm-up, two levels", "1bit-lamb-two-level", "lamb-int4-two-level"),
     Method("DeepSpeed 0.19.6 OnebitLamb, bf16 hook before", "deepspeed-lamb", "ddp-bf16"),
 ]
 

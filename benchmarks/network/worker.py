@@ -1,7 +1,8 @@
 """One worker of the comparison: does what compare.py tells it, a line of JSON at a time. Not for the command line.
 
 {"do": "build", "row": NAME}              -> {"unit": steps that belong together}
-{"do": "steps", "row": NAME, "count": N}  -> {"seconds", "compute", "waited": [per unit, mean of its steps], "payload"}
+{"do": "steps", "row": NAME, "count": N}  -> {"seconds", "compute", "waited": [per unit, mean of its steps], "payload",
+                                              "exchanged": [seconds, of these hidden behind compute]}
 {"do": "drop", "row": NAME}               -> {}
 {"do": "profile", "row": NAME, "count": N} -> {"table": where the time of N steps goes}
 An answer starts with ANSWER; it is {"error": reason} where the row failed.
@@ -67,6 +68,7 @@ def steps(row: Any, count: int) -> dict[str, Any]:
     """Time `count` steps, a multiple of the row's unit."""
     seconds, compute, waited = [], [], []
     payload = row.payload() if row.payload else 0
+    exchanged = row.exchanged() if row.exchanged else (0.0, 0.0)
     dist.barrier()
     for _ in range(count // row.unit):
         began, before = time.perf_counter(), row.waited() if row.waited else 0.0
@@ -76,7 +78,9 @@ def steps(row: Any, count: int) -> dict[str, Any]:
         if row.waited:
             waited.append((row.waited() - before) / row.unit)
     sent = row.payload() - payload if row.payload else row.payload_per_step * count
-    return {"seconds": seconds, "compute": compute, "waited": waited, "payload": sent}
+    now = row.exchanged() if row.exchanged else (0.0, 0.0)
+    spent = [new - old for new, old in zip(now, exchanged, strict=True)]
+    return {"seconds": seconds, "compute": compute, "waited": waited, "payload": sent, "exchanged": spent}
 
 
 def profile(row: Any, count: int) -> str:
