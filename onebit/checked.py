@@ -79,6 +79,9 @@ class Checked(Comm):
     def beside(self) -> Checked:
         return Checked(self._comm.beside())
 
+    def control(self) -> Checked:
+        return Checked(self._comm.control())
+
     def split(self, groups: Sequence[Sequence[int]]) -> Checked:
         return Checked(self._comm.split(groups))
 

@@ -106,7 +106,8 @@ def check_structure(saved: Sequence[Sequence[str]], mine: Sequence[tuple[str, st
             was = theirs[1] if theirs[0] == ours[0] else f"absent (there is {theirs[0]}: {theirs[1]})"
             raise ConfigError(
                 f"the state dict does not fit: {ours[0]} is {ours[1]} here and was {was} when it was saved; "
-                "build the optimizer as it was then, on the same number of workers"
+                "build the optimizer as it was then, on the same number of workers; for another number of them or of "
+                "machines, pass what all of them saved to load_state_dicts, or call fold_errors() before one saves"
             )
 
 

@@ -103,7 +103,7 @@ class Comm(ABC):
         raise ConfigError(f"a {type(self).__name__} cannot be split into groups, which two levels need")
 
     def control(self) -> Comm:
-        """As `beside`, but on the CPU, where control messages do not wait for an accelerator. A collective."""
+        """As `beside`, for tensors on the CPU: control messages that do not wait for an accelerator. A collective."""
         return self.beside()
 
     def gather_flag(self, flag: bool) -> Pending:

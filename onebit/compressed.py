@@ -301,15 +301,19 @@ class OneBitOptimizer(TwoStages):
 
     def _compressed_start(self, exchange: OneBitExchange, hypers: Hypers) -> Start:
         """The worker's part: how the mean of a bucket begins."""
-        factor = self._error_factor(self._rates(hypers))
+        factor, backend, momentum = self._error_factor(self._rates(hypers)), self._backend, list(self._momentum)
+        mask = self._mask if self._holds else None
+        steps = [self._bucket_step(codec, hypers) for codec in exchange.codecs]
 
-        def start(bucket: Bucket, comm: Comm) -> BucketMean:
-            mask = None if self._mask is None or not self._holds else self._mask[bucket.packed_slice]
-            step = self._bucket_step(exchange.codecs[bucket.index], hypers)
-            source = self._backend.source(step, self._gradients(bucket), self._momentum[bucket.index], mask)
+        def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> BucketMean:
+            i, held = bucket.index, None if mask is None else mask[bucket.packed_slice]
+            source = backend.source(steps[i], grads, momentum[i], held)
             return exchange.start(bucket, source, None if factor is None else factor[bucket.layer_slice], comm)
 
         return start
+
+    def _carrier(self) -> Any:
+        return super()._carrier() if self._exchange is None else self._exchange
 
     def _coming_start(self) -> Start | None:
         if self._exchange is None:

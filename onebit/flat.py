@@ -48,6 +48,8 @@ class FlatState(torch.optim.Optimizer):
 
     takes_shards = False
     """Whether parameters may be DTensors."""
+    compresses = False
+    """Whether steps may exchange compressed values, so that its stage is of interest."""
     takes_masks = True
     """Whether groups may hold `exp_avg_mask`."""
     _layout: FlatLayout | None = None
@@ -82,6 +84,8 @@ class FlatState(torch.optim.Optimizer):
         if comm is not None and process_group is not None:
             raise ConfigError("both comm and process_group were given; pass one of them")
         self.comm = comm if comm is not None else default_comm(process_group)
+        if not isinstance(self.comm, TwoLevel) and isinstance(getattr(self.comm, "inner", None), TwoLevel):
+            raise ConfigError("comm is Checked around two levels; pass two_level(comm=Checked(...))")
         self._transport: Transport = check_in("transport", transport, get_args(Transport))
         self._bucket_elements, self._overlap = bucket_elements, overlap
         self._flat: dict[str, Tensor] = {}  # state with one value per element
@@ -145,7 +149,7 @@ class FlatState(torch.optim.Optimizer):
     def _structure(self) -> list[tuple[str, str]]:
         """What decides which state there is and how it lies in memory."""
         named = [("optimizer", type(self).__name__), ("workers", str(self.comm.size))]
-        if self._local_size > 1:
+        if self._local_size > 1 and (self.compresses or self._transport in BITS):  # else there are no errors
             named += [("workers of a machine", str(self._local_size))]
         named += [("dtype", ", ".join(sorted({str(p.dtype) for p in self._params()})))]
         named += [("bits of the warm-up's transport", str(BITS.get(self._transport, "full precision")))]

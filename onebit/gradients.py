@@ -18,15 +18,16 @@ from onebit.deferred import send
 from onebit.errors import ConfigError
 from onebit.exchange import LateSource, TensorSource
 from onebit.flat import Stage
+from onebit.lane import Mean
 from onebit.layout import Bucket
-from onebit.overlap import OverlappedSteps, Start, version
+from onebit.overlap import OverlappedSteps, Start, Version, version
 from onebit.sharding import lay_as_parameters, local
 from onebit.weights import HALF
 
 log = logging.getLogger("onebit")
 
-Means = dict[int, tuple[Tensor | None, int] | None]
-"""By id of the parameter, gradients that are means over the workers, with their version; None: DDP puts them there."""
+Means = dict[int, Version | None]
+"""By id of the parameter, gradients that are means over the workers; None: DDP puts them there."""
 
 
 class StepGradients(OverlappedSteps):
@@ -111,8 +112,7 @@ class StepGradients(OverlappedSteps):
         if id(p) not in self._means:
             return False
         noted = self._means[id(p)]
-        now = version(p)
-        return noted is None or (noted[0] is now[0] and noted[1] == now[1])
+        return noted is None or noted.same(version(p))
 
     def _without_mean(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Those whose gradients are not means, or no longer so on some worker that touched them since clipping."""
@@ -150,23 +150,35 @@ class StepGradients(OverlappedSteps):
 
     def _averaging_start(self, overwritten: bool = False) -> Start:
         """How the mean of a bucket's gradients begins."""
-        transport, whole = self._transport, self._averaged
+        transport, whole, backend, like = self._transport, self._averaged, self._backend, self._x[0]
         if transport == "int8" or transport == "int4":
             held = self._quantised = self._quantised or self._start_quantised()
-            make = self._gathered_source if overwritten else self._late_gradient
-            return lambda bucket, comm: held.exchange.start(bucket, make(bucket, self._gradients(bucket)), None, comm)
 
-        def start(bucket: Bucket, comm: Comm) -> FullMean:
+            def start_integers(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> Mean:
+                def gathered() -> TensorSource:
+                    return TensorSource(flat_gradient(backend, bucket, grads, like))
+
+                source = gathered() if overwritten else LateSource(gathered)
+                return held.exchange.start(bucket, source, None, comm)
+
+            return start_integers
+
+        def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> Mean:
             assert whole is not None
             flat = whole[bucket.slice]
             with comm.clock("encode"):
-                self._backend.gather(bucket, self._gradients(bucket), flat)
+                backend.gather(bucket, grads, flat)
             return FullMean(flat, comm, transport)
 
         return start
 
     def _coming_start(self) -> Start | None:
         return None if self._averaged is None else self._averaging_start()
+
+    def _carrier(self) -> Any:
+        if self._transport in BITS:
+            return None if self._quantised is None else self._quantised.exchange
+        return self._transport
 
     def _can_overlap(self) -> bool:
         first = self.stage is Stage.WARMUP
@@ -180,12 +192,6 @@ class StepGradients(OverlappedSteps):
         bits = BITS[self._transport]
         codecs = [self._backend.quantised_codec(bucket, bits) for bucket in self._layout.buckets]
         return QuantisedMean(self._layout, codecs, self.comm)
-
-    def _late_gradient(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> LateSource:
-        return LateSource(lambda: self._gathered_source(bucket, grads))
-
-    def _gathered_source(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> TensorSource:
-        return TensorSource(self._gathered(bucket, grads))
 
     def _gathered(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradients of a bucket's layers as [bucket], a new tensor."""

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import Transport
-from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded
+from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded, flat_gradient
 from onebit.checks import as_updates, check_floor, check_kind, check_whole
 from onebit.codec import OneBit
 from onebit.comm import Comm
 from onebit.errors import ConfigError
-from onebit.exchange import BucketMean, OneBitExchange, Source
+from onebit.exchange import BucketMean, OneBitExchange
 from onebit.flat import Stage
 from onebit.layout import Bucket, Run
 from onebit.logarithms import mean_variance
@@ -225,13 +225,21 @@ class LocalVariance(FlatOptimizer):
         return rates if self._awake is None else torch.where(self._awake[step.codec.bucket.layer_slice], rates, 0.0)
 
     def _compressed_start(self, exchange: OneBitExchange, corrected: Hypers) -> Start:
-        """The worker's part: how the mean of a bucket begins."""
+        """The worker's part, (1 - beta1) g / d + beta1 z: how the mean of a bucket begins."""
+        backend, momentum, like, d = self._backend, list(self._momentum), self._x[0], self._flat["denominator"]
+        steps = [BucketStep(codec, corrected, None, self._steps + 1) for codec in exchange.codecs]
 
-        def start(bucket: Bucket, comm: Comm) -> BucketMean:
-            step = BucketStep(exchange.codecs[bucket.index], corrected, None, self._steps + 1)
-            return exchange.start(bucket, self._source(step, self._gradients(bucket)), None, comm)
+        def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> BucketMean:
+            g = flat_gradient(backend, bucket, grads, like).div_(d[bucket.slice])
+            views = Run(bucket.layers).views(g)
+            return exchange.start(
+                bucket, backend.source(steps[bucket.index], views, momentum[bucket.index], None), None, comm
+            )
 
         return start
+
+    def _carrier(self) -> Any:
+        return super()._carrier() if self._exchange is None else self._exchange
 
     def _coming_start(self) -> Start | None:
         if self._exchange is None:
@@ -255,12 +263,6 @@ class LocalVariance(FlatOptimizer):
 
     def _weight(self, hyper: lamb.Hyper, step: int) -> float:
         return 1 - hyper.beta1**step if self._how.bias_correction else math.sqrt(1 - hyper.beta2**step)
-
-    def _source(self, step: BucketStep, grads: Sequence[Tensor | None]) -> Source:
-        """The worker's part: (1 - beta1) g / d + beta1 z."""
-        bucket = step.codec.bucket
-        g = self._gathered(bucket, grads).div_(self._flat["denominator"][bucket.slice])
-        return self._backend.source(step, Run(bucket.layers).views(g), self._momentum[bucket.index], None)
 
     # -- the variance ----------------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         return bool(((weight == 0) & (run.norms(m) > 0)).any())
 
     def _premises(self) -> Any:
-        rates = [group["lr"] for group in self.param_groups] if self._scaled_error else []
+        rates = [float(group["lr"]) for group in self.param_groups] if self._scaled_error else []
         return super()._premises(), rates
 
     def _error_factor(self, rates: Tensor) -> Tensor | None:

@@ -37,8 +37,6 @@ class FlatOptimizer(StepGradients):
     A subclass may say how far each layer goes (`_step_sizes`); a second stage is in `compressed.py`.
     """
 
-    compresses = False
-    """Whether steps may exchange compressed values, so that its stage is of interest."""
     sends_momentum = False
     """Whether the momentum is what the compressed stage exchanges, and the variance is frozen."""
     _step_supports_amp_scaling = True  # GradScaler then calls `step` on all workers, whoever had an overflow

@@ -21,8 +21,8 @@ REBUILT = {
     *("state", "step", "_layout", "_backend", "_stepped", "_x", "_flat", "_layerwise", "_averaged", "_quantised"),
     *("_exchange", "_momentum", "_own", "_smoothed", "_ones", "_roots", "_coming", "_mask", "_asleep", "_pending"),
     *("_means", "_shards", "_asleep_here", "_awake"),
-    *("_lane", "_lane_counted", "_control", "_round", "_may_begin", "_ddp_noted", "_ended"),
-    *("_bucket_of", "_arrived", "_recent", "_expected", "_missing", "_watched"),
+    *("_lane", "_lane_counted", "_control", "_round", "_may_begin", "_ddp_noted", "_ended", "_fixed"),
+    *("_bucket_of", "_index_of", "_arrived", "_recent", "_expected", "_missing", "_watched", "_watching"),
 }
 """Attributes that a copy builds anew; `step` is what learning-rate schedulers put over the method."""
 WORKERS = ("workers", "workers of a machine")

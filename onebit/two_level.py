@@ -57,6 +57,17 @@ class TwoLevel(Comm):
         )
 
     @property
+    def inner(self) -> Comm:
+        """What moves the bytes of all workers."""
+        found: Comm = getattr(self.whole, "inner", self.whole)
+        return found
+
+    @property
+    def ranks(self) -> list[int]:
+        """As of the comm of all workers; empty if it has none."""
+        return getattr(self.whole, "ranks", [])
+
+    @property
     def rank(self) -> int:
         return self.whole.rank
 
@@ -122,19 +133,14 @@ def two_level(
     if comm is not None and process_group is not None:
         raise ConfigError("both comm and process_group were given; pass one of them")
     whole = default_comm(process_group) if comm is None else comm
-    if local_size is None:
-        said = os.environ.get("LOCAL_WORLD_SIZE", "1" if whole.size == 1 else "")
-        if not said.isdecimal():
-            raise ConfigError(
-                "local_size was not given and the launcher has not set LOCAL_WORLD_SIZE; pass the number of workers of "
-                "each machine"
-            )
-        local_size = int(said)
-    check_whole("local_size", local_size, 1)
-    check_same(whole, "two levels", [("local_size", str(local_size))])
-    g = local_size
+    if isinstance(getattr(whole, "inner", whole), TwoLevel) or isinstance(whole, TwoLevel):
+        raise ConfigError("comm has two levels already; give two_level the comm of all workers, Checked or not")
+    g = _size_of_machines(local_size, whole)
     if whole.size % g:
-        raise ConfigError(f"local_size is {g} and there are {whole.size} workers; every machine must have as many")
+        raise ConfigError(
+            f"local_size is {g} and there are {whole.size} workers; every machine must have as many; give local_size "
+            "where the workers are some of the processes that a launcher counts"
+        )
     _check_places(whole, g)
     if g == 1:
         if whole.rank == 0:
@@ -145,6 +151,21 @@ def two_level(
     if whole.rank == 0:
         log.info("two levels: %d machines of %d workers", whole.size // g, g)
     return TwoLevel(whole, inside, across)
+
+
+def _size_of_machines(local_size: int | None, whole: Comm) -> int:
+    """What was given, else what the launcher says; the same on all workers."""
+    alone = "1" if whole.size == 1 else ""
+    said = os.environ.get("LOCAL_WORLD_SIZE", alone) if local_size is None else str(local_size)
+    check_same(whole, "two levels", [("local_size", said or "not known")])
+    if local_size is None and not said.isdecimal():
+        raise ConfigError(
+            f"local_size was not given and LOCAL_WORLD_SIZE, which a launcher sets, is {said or 'not set'!r}; pass the "
+            "number of workers of each machine"
+        )
+    size = int(said) if local_size is None else local_size
+    check_whole("local_size", size, 1)
+    return size
 
 
 def _from_mesh(mesh: DeviceMesh) -> int:
@@ -350,7 +371,6 @@ class TwoLevelExchange(Exchange[C]):
         source = TensorSource(source) if isinstance(source, Tensor) else source
         levels = self.comm if comm is None else comm
         assert isinstance(levels, TwoLevel)
-        self._total = None
         return _TwoLevelMean(self, bucket, source, error_factor, levels)
 
     def _any(self, flags: Tensor) -> Tensor:
@@ -378,7 +398,7 @@ class _TwoLevelMean(BucketMean):
         error_factor: Tensor | None,
         comm: TwoLevel,
     ) -> None:
-        self._codec, self._levels = exchange.codecs[bucket.index], comm
+        self._owner, self._codec, self._levels = exchange, exchange.codecs[bucket.index], comm
         self.bucket = bucket
         part = exchange.parts[bucket.index]
         with comm.clock("encode"):
@@ -397,6 +417,7 @@ class _TwoLevelMean(BucketMean):
         return gathered.view(-1, mine.shape[1])
 
     def commit(self, keep: Tensor | None = None) -> None:
+        self._owner._total = None
         self._inner.commit(keep)
 
 

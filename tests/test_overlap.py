@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.comm import Comm, Pending, Solo
-from onebit.overlap import GIVE_UP, Lane
+from onebit.lane import Lane
+from onebit.overlap import GIVE_UP
 
 WARMUP, STEPS = 4, 10
 KINDS = kinds_of(WARMUP)
@@ -206,15 +211,28 @@ def test_a_backward_that_breaks_off_on_one_worker_or_all_changes_nothing():
     both(program, "OneBitLamb", 3)
 
 
-@pytest.mark.parametrize("act", ["refreeze", "fold", "load", "freeze a layer", "copy", "state_dict", "betas"])
-def test_what_changes_state_between_backward_and_step_counts(act):
+ACTS = ["refreeze", "fold", "load", "load older", "freeze a layer", "copy", "state_dict", "betas", "betas in place"]
+
+
+@pytest.mark.parametrize("variant", ["OneBitLamb int8 compact", "OneBitLamb scaled", "LocalVarianceLamb", "Lamb int4"])
+@pytest.mark.parametrize("act", ACTS)
+def test_what_changes_state_between_backward_and_step_counts(act, variant):
     def program(loop: Loop) -> None:
+        older = None
         for step in range(STEPS):
+            if step == 1:
+                older = copy.deepcopy(loop.optimizer.state_dict())
+            for group in loop.optimizer.param_groups:
+                group["betas"] = list(group["betas"])
             loop.optimizer.zero_grad()
             loop.loss(step).backward()
             if step in (2, 7):
-                if act == "refreeze":
+                if act == "refreeze" and hasattr(loop.optimizer, "refreeze"):
                     loop.optimizer.refreeze(2)
+                if act == "load older":  # at 7 of the warm-up: the stage changes with it
+                    loop.optimizer.load_state_dict(copy.deepcopy(older))
+                if act == "betas in place":
+                    loop.optimizer.param_groups[0]["betas"][0] = 0.8
                 if act == "fold":
                     loop.optimizer.fold_errors()
                 if act == "load":
@@ -229,7 +247,110 @@ def test_what_changes_state_between_backward_and_step_counts(act):
                     loop.optimizer.param_groups[0]["betas"] = (0.8, 0.95)
             loop.optimizer.step()
 
-    both(program, "OneBitLamb int8 compact", 2)
+    both(program, variant, 2)
+
+
+BEHIND = {
+    "data": lambda grads: [g.data.mul_(0.5) for g in grads],
+    "data of one": lambda grads: grads[0].data.mul_(0.5),
+    "foreach": lambda grads: torch._foreach_mul_([g.data for g in grads], 0.5),
+    "numpy": lambda grads: [g.numpy().__imul__(0.5) for g in grads],
+    "another storage": lambda grads: setattr(grads[0], "data", grads[0].detach() * 0.5),
+    "unscale": lambda grads: torch._amp_foreach_non_finite_check_and_unscale_(
+        grads, torch.zeros(1), torch.full((1,), 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", list(BEHIND))
+@pytest.mark.parametrize("variant", ["Lamb", "OneBitLamb", "LocalVarianceLamb"])
+def test_gradients_that_change_without_being_counted_are_seen(how, variant):
+    def program(loop: Loop) -> None:
+        for step in range(STEPS):
+            loop.optimizer.zero_grad()
+            loop.loss(step).backward()
+            if step in (2, 7):
+                BEHIND[how]([p.grad for p in loop.model.parameters() if p.grad is not None])
+            loop.optimizer.step()
+
+    both(program, variant, 2)
+
+
+@pytest.mark.parametrize("act", ["refreeze", "load", "note means"])
+@pytest.mark.parametrize("variant", ["OneBitLamb", "OneBitLamb int8 compact", "LocalVarianceLamb"])
+def test_a_worker_that_has_begun_nothing_makes_the_same_collectives(act, variant):
+    """Its last layers have no gradient in that step, so its buckets begin in `step`, when the stage is another one."""
+
+    def program(loop: Loop) -> None:
+        first = None
+        for step in range(STEPS):
+            loop.optimizer.zero_grad()
+            if loop.comm.rank == 1 and step in (2, 7):
+                loop.model.first(torch.ones(1, 6)).square().mean().backward()
+            else:
+                loop.loss(2 * step).backward()
+            if step == 1:
+                first = copy.deepcopy(loop.optimizer.state_dict())
+            if step == 7 and act == "refreeze" and hasattr(loop.optimizer, "refreeze"):
+                loop.optimizer.refreeze(2)
+            if step == 7 and act == "load":
+                loop.optimizer.load_state_dict(copy.deepcopy(first))
+            if step == 2 and act == "note means" and loop.optimizer.wants_means:
+                for p in loop.model.parameters():
+                    p.grad = torch.full_like(p, 1e-3)
+                loop.optimizer.note_means(loop.model.parameters())
+            loop.optimizer.step()
+
+    both(program, variant, 2)
+
+
+def test_means_that_somebody_else_makes_in_every_step():
+    def program(loop: Loop) -> None:
+        for step in range(STEPS):
+            loop.optimizer.zero_grad()
+            loop.loss(step).backward()
+            if loop.optimizer.wants_means:
+                for p in loop.model.parameters():
+                    if p.grad is not None:
+                        p.grad = torch.full_like(p, 1e-3)
+                loop.optimizer.note_means(loop.model.parameters())
+            loop.optimizer.step()
+
+    both(program, "OneBitLamb", 2)
+
+
+def test_a_rate_in_a_tensor_counts_where_errors_are_scaled():
+    def program(loop: Loop) -> None:
+        rate = torch.tensor(0.02)
+        loop.optimizer.param_groups[0]["lr"] = rate
+        for step in range(STEPS):
+            loop.optimizer.zero_grad()
+            loop.loss(step).backward()
+            rate.mul_(0.9)
+            loop.optimizer.step()
+
+    both(program, "OneBitLamb scaled", 2)
+
+
+def test_an_error_on_all_workers_ends_overlap_and_not_the_run(caplog):
+    def work(comm: Comm) -> tuple[int, Tensor]:
+        loop, errors = Loop(comm, "OneBitLamb", True), 0
+        for step in range(STEPS):
+            loop.optimizer.zero_grad()
+            loop.loss(step).backward()
+            if step == 7:  # a layer is unused, so buckets begin in `step`; they fail in the lane
+                loop.optimizer._backend.source = None
+            try:
+                loop.optimizer.step()
+            except TypeError:
+                errors += 1
+                del loop.optimizer._backend.source
+        return errors, flat(loop.model.parameters())
+
+    results = onebit.run_workers(2, work)
+    assert [errors for errors, _ in results] == [1, 1]
+    assert "after an error in it" in caplog.text
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_one_backward_through_two_optimizers():
@@ -303,10 +424,15 @@ def test_one_worker_has_nothing_to_overlap():
     assert loop.optimizer._lane is None
 
 
-def test_its_thread_ends_with_the_optimizer():
+@pytest.mark.parametrize("dangling", [False, True])
+def test_its_thread_ends_with_the_optimizer(dangling):
     def work(comm: Comm) -> None:
         loop = Loop(comm, "OneBitLamb", True)
         plain_program(loop)
+        if dangling:
+            loop.optimizer.zero_grad()
+            loop.loss(0).backward()  # and no step
+            assert loop.optimizer._round is not None
         parameter = loop.model.first.weight
         del loop
         gc.collect()
@@ -394,6 +520,8 @@ DDP = {
     "views": ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}, 1),
     "accumulation": ({}, 3),
     "unused": ({"find_unused_parameters": True}, 2),
+    "static graph": ({"static_graph": True}, 1),
+    "static graph, views": ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
 }
 
 
@@ -413,12 +541,15 @@ def beside_ddp(comm: Comm, variant: str) -> dict[str, tuple[bool, int]]:
             onebit.attach(loop.model, loop.optimizer)
             for step in range(STEPS):
                 loop.optimizer.zero_grad()
+                if step == 6:
+                    loop.optimizer.refreeze(1)
                 for part in range(accumulate):
                     loop.model.require_backward_grad_sync = part == accumulate - 1  # as no_sync does
                     loop.loss(2 * step if uses_all else step).backward()
                 loop.optimizer.step()
             kept.append(flat(loop.model.parameters()))
-        found[case] = (torch.equal(*kept), loop.optimizer.stats()["overlapped"])
+            used = loop.optimizer._vain == 0 and loop.optimizer._may_begin
+        found[case] = (torch.equal(*kept), loop.optimizer.stats()["overlapped"] if used else 0)
     return found
 
 
@@ -458,3 +589,38 @@ def test_a_loop_that_ends_with_a_backward_ends():
     ends = end_of_processes(2, leaves_with_an_exchange_under_way, timeout_s=60)
     assert [end.value for end in ends] == ["done", "done"]
     assert [end.exitcode for end in ends] == [0, 0]
+
+
+ENDING = """
+import sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+rank, how, place = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + place)
+from onebit.comm import Distributed
+from test_overlap import Loop, plain_program
+loop = Loop(Distributed(), "OneBitLamb", True)
+plain_program(loop)
+if how == "both" or rank == 0:
+    loop.optimizer.zero_grad()
+    loop.loss(0).backward()
+dist.barrier()
+if how == "destroyed":
+    dist.destroy_process_group()
+print("end")
+"""
+
+
+@pytest.mark.parametrize("how", ["both", "one", "destroyed"])
+def test_a_process_that_ends_as_usual_after_a_backward(how, tmp_path):
+    """Workers have begun equally many buckets, or one of them alone has."""
+    command = [sys.executable, "-c", ENDING]
+    settings_ = {"cwd": Path(__file__).parent, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}
+    workers = [
+        subprocess.Popen([*command, str(rank), how, str(tmp_path / "meet")], env=environment, **settings_)
+        for rank in (0, 1)
+    ]
+    said = [worker.communicate(timeout=60) for worker in workers]
+    for worker, (out, err) in zip(workers, said, strict=True):
+        assert (worker.returncode, out.strip()) == (0, "end"), err

@@ -326,3 +326,70 @@ def test_on_gloo_it_is_the_same_as_on_virtual_workers():
                 weights, virtual[0], rtol=1e-4, atol=1e-5
             )  # the warm-up's sums have another order
             assert torch.equal(weights, worker["size False"])
+
+
+def test_errors_folded_after_backward_are_saved_whole():
+    """Buckets that begin during that backward change nothing of it."""
+
+    def work(comm: Comm) -> tuple[int, int, bool]:
+        trained = Trained(comm, 2, "OneBitLamb", overlap=True).train(8)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(comm.rank))
+        trained.optimizer.zero_grad()
+        (trained.model(x) - x[:, :3]).square().mean().backward()
+        trained.optimizer.fold_errors()
+        trained.optimizer._lane.flush()  # what was begun has begun
+        extra = trained.optimizer.state_dict()["onebit"]
+        layout = trained.optimizer._layout
+        trained.optimizer.step()
+        return extra["errors"]["worker_error"].numel(), layout.numel, extra["folded"]
+
+    assert all(held == whole and folded for held, whole, folded in onebit.run_workers(4, work))
+
+
+def test_checksums_go_inside():
+    def inside(comm: Comm) -> Tensor:
+        levels = onebit.two_level(2, comm=onebit.Checked(comm))
+        model = copy.deepcopy(MODEL)
+        optimizer = make(KINDS, "OneBitLamb", model.parameters(), levels, overlap=True)
+        for step in range(STEPS):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+            optimizer.zero_grad()
+            (model(x) - x[:, :3]).square().mean().backward()
+            optimizer.step()
+        return flat(model.parameters())
+
+    def outside(comm: Comm) -> None:
+        onebit.OneBitLamb(MODEL.parameters(), comm=onebit.Checked(onebit.two_level(2, comm=comm)))
+
+    results = onebit.run_workers(4, inside)
+    assert all(torch.equal(result, results[0]) for result in results)
+    with pytest.raises(onebit.ConfigError, match="pass two_level"):
+        onebit.run_workers(4, outside)
+    with pytest.raises(onebit.ConfigError, match="two levels already"):
+        onebit.run_workers(4, lambda comm: onebit.two_level(2, comm=onebit.two_level(2, comm=comm)))
+
+
+def test_a_launcher_that_speaks_to_one_worker_only_is_an_error_on_all():
+    def work(comm: Comm) -> str:
+        try:
+            onebit.two_level(2 if comm.rank else None, comm=comm)
+        except onebit.MismatchError as error:
+            return str(error)
+        return ""
+
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    assert all("local_size is not known on worker 0 and 2 on worker 1" in said for said in onebit.run_workers(2, work))
+
+
+def test_a_flat_state_without_errors_is_loaded_and_another_says_how():
+    def work(comm: Comm) -> str:
+        plain, levels = Trained(comm, 1, "Lamb").train(3), Trained(comm, 2, "Lamb")
+        levels.optimizer.load_state_dict(plain.optimizer.state_dict())
+        compressed, levels = Trained(comm, 1, "OneBitLamb").train(8), Trained(comm, 2, "OneBitLamb")
+        try:
+            levels.optimizer.load_state_dict(compressed.optimizer.state_dict())
+        except onebit.ConfigError as error:
+            return str(error)
+        return ""
+
+    assert all("load_state_dicts" in said for said in onebit.run_workers(4, work))

@@ -18,6 +18,7 @@ from onebit.clipping import sum_of_squares
 from onebit.comm import Distributed
 from onebit.errors import ConfigError
 from onebit.optim import FlatOptimizer, innermost
+from onebit.two_level import TwoLevel
 
 
 def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -42,7 +43,7 @@ def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "nothing to attach: the optimizer averages the gradients itself"
         )
     inner = unwrapped(optimizer)
-    comm = inner.comm
+    comm = inner.comm.whole if isinstance(inner.comm, TwoLevel) else inner.comm
     if not isinstance(comm, Distributed):
         raise ConfigError(
             f"the optimizer's comm is a {type(comm).__name__} and the model a DistributedDataParallel; build the "
@@ -88,7 +89,7 @@ def _hook(state: _Sharing, bucket: GradBucket) -> Future[Tensor]:
     """What DDP calls for each bucket, in the same order on all workers."""
     optimizer, comm, buffer = state.optimizer, state.comm, bucket.buffer()
     if not optimizer.wants_means or comm.size == 1:
-        optimizer._ddp_rewrites()
+        optimizer._ddp_rewrites(bucket.parameters())
         done: Future[Tensor] = Future()
         done.set_result(buffer)
         return done
