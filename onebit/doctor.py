@@ -19,12 +19,12 @@ from onebit.comm import Comm, Distributed
 from onebit.errors import MismatchError, OnebitError
 from onebit.interfaces import Host, faults_of, seen, this_host
 from onebit.kernels import choose
-from onebit.planner_inputs import Number, Range, likely
+from onebit.planner_inputs import Number, Range, Shapes, likely
 from onebit.probe_file import gbit_s
-from onebit.probe_network import Case, machine_name, time_network
+from onebit.probe_network import POOR_FIT, Case, cases_of, machine_name, time_network
 
 Mark = Literal["ok", "warning", "wrong"]
-TIGHT, LOOSE = 0.8, 0.5  # measured over assumed rate: below the first a warning, below the second wrong
+TIGHT, LOOSE = 0.8, 0.5  # measured over likely assumed rate: below the first a warning, below the second wrong
 LINK_S = 4.0
 LINK_CASES = [
     *(Case("all_to_all", size, 1) for size in (64, 4096, 65536, 2**20, 2**23)),
@@ -48,12 +48,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class AssumedLink:
-    """What a plan had: Gbit/s, and microseconds of a message of no size, where known. `inside`: it was measured inside
-    one machine; None: wherever the workers are."""
+    """What a plan had: Gbit/s, None where the probe could not tell it, and microseconds of a message of no size, where
+    known. `inside`: it was measured inside one machine; None: wherever the workers are. `shapes`: of the probe's model,
+    whose sizes are then timed; None: usual ones."""
 
-    gbit_s: Number
+    gbit_s: Number | None
     hop_us: float | None = None
     inside: bool | None = None
+    shapes: Shapes | None = None
 
 
 def examine(comm: Comm, device: torch.device, why: str, assumed: AssumedLink | None) -> list[dict[str, Any]]:
@@ -76,7 +78,8 @@ def examine(comm: Comm, device: torch.device, why: str, assumed: AssumedLink | N
     found = [*versions_of(everyone), Finding("ok", "device", why), *kernels_of([one["kernels"] for one in everyone])]
     found += transport_of(hosts, machines)
     found += link_of(comm, device, machines, assumed)
-    found += replicas_of(comm, device)
+    if all(one["kernels"][0] for one in everyone):  # else no optimizer can be made
+        found += replicas_of(comm, device)
     return [asdict(finding) for finding in found]
 
 
@@ -114,7 +117,12 @@ def kernels_of(held: Sequence[Sequence[str]]) -> list[Finding]:
     for name, why in dict.fromkeys(map(tuple, held)):
         who = "" if len(held) == 1 else f" on {_ranks(held, [name, why])}"
         if not name:
-            found.append(Finding("wrong", "kernels", f"none can be used{who}: {why}"))
+            found.append(
+                Finding(
+                    "wrong", "kernels", f"none can be used{who}, so replicas were not examined: {why}", None,
+                    "correct or unset ONEBIT_KERNELS",
+                )
+            )  # fmt: skip
         elif name == "reference":
             slow = "install a C++ compiler and install onebit again, or unset ONEBIT_KERNELS; `onebit bench` shows what"
             found.append(Finding("warning", "kernels", f"reference, slow{who}: {why}", None, f"{slow} it costs"))
@@ -143,23 +151,45 @@ def transport_of(hosts: Sequence[Host], machines: int) -> list[Finding]:
 def link_of(comm: Comm, device: torch.device, machines: int, assumed: AssumedLink | None) -> list[Finding]:
     """The link as measured now, against what a plan assumed. A collective."""
     if comm.size == 1:
-        return []
+        if assumed is None:
+            return []
+        told = "one worker has no link to compare with what the plan assumed"
+        return [Finding("warning", "link", told, None, "start more with --workers, or with torchrun on all machines")]
     per_machine = -(-comm.size // machines)
-    network = time_network(LINK_CASES, comm, per_machine, device, LINK_S)
+    probed = None if assumed is None else assumed.shapes
+    cases = LINK_CASES if probed is None else cases_of(probed, comm.size)
+    network = time_network(cases, comm, per_machine, device, LINK_S)
     fit, small = network["fits"]["all_reduce"]["median"], network["fits"]["exchange"]["median"]
     rate = gbit_s(fit["bytes_per_s"])
     hop_us = 1e6 * (small["latency_s"] + small["message_s"])
     where = "between machines" if machines > 1 else "inside the machine"
-    told = f"{rate:.3g} Gbit/s and {hop_us:.3g} us a message {where}, fit off by {fit['residual']:.0%}"
+    fast = "a rate too high to be seen" if rate is None else f"{rate:.3g} Gbit/s"
+    told = f"{fast} and {hop_us:.3g} us a message {where}, fit off by {fit['residual']:.0%}"
+    doubts = trusted(fit["residual"], len(network["left_out"]))
     if assumed is not None and assumed.inside is not None and assumed.inside != (machines == 1):
         other = "inside one machine" if assumed.inside else "between machines"
         told = f"{told}; the probe was {other}, so there is nothing to compare"
-        return [Finding("warning", "link", told, rate, "probe and examine with workers in the same places")]
-    return judged_link(told, rate, hop_us, assumed)
+        advice = "probe and examine with workers in the same places"
+        return [Finding("warning", "link", told, rate, advice), *doubts]
+    return [*judged_link(told, rate, hop_us, assumed), *doubts]
 
 
-def judged_link(told: str, rate: float, hop_us: float, assumed: AssumedLink | None) -> list[Finding]:
-    """The finding on a link that has `rate` Gbit/s and takes `hop_us` for a message of no size.
+def trusted(residual: float, left_out: int) -> list[Finding]:
+    """What makes a measured rate doubtful: a fit off by more than 20 %, or sizes that were left out."""
+    found = []
+    if residual > POOR_FIT:
+        told = f"off by {residual:.0%}, so the rate above is a rough one"
+        again = "examine again while nothing else uses the link and the cores"
+        found.append(Finding("warning", "link fit", told, residual, again))
+    if left_out:
+        told = f"{left_out} sizes left out, since they would take too long: the rate is of shorter messages"
+        found.append(Finding("warning", "link sizes", told, float(left_out), "a probe with --seconds has more time"))
+    return found
+
+
+def judged_link(told: str, rate: float | None, hop_us: float, assumed: AssumedLink | None) -> list[Finding]:
+    """The finding on a link that has `rate` Gbit/s, None for one too fast to be seen, and takes `hop_us` for a message
+    of no size. The rate is judged by the likely one that was assumed.
 
     Args:
         told: the measurement in words.
@@ -167,21 +197,28 @@ def judged_link(told: str, rate: float, hop_us: float, assumed: AssumedLink | No
     """
     if assumed is None:
         return [Finding("ok", "link", f"{told}; nothing to compare it with", rate, "give --probe or --link-gbit-s")]
-    usual = likely(assumed.gbit_s)
-    floor = assumed.gbit_s.low if isinstance(assumed.gbit_s, Range) else assumed.gbit_s
-    told = f"{told}; the plan assumed {usual:.3g} Gbit/s, so it is {rate / usual:.0%} of that"
     redo = "make the plan again with `onebit probe` and `onebit plan --probe`; look for other traffic and interfaces"
     found = []
-    if rate < LOOSE * floor:
-        found.append(Finding("wrong", "link", told, rate, redo))
-    elif rate < TIGHT * floor:
-        found.append(Finding("warning", "link", told, rate, redo))
+    if assumed.gbit_s is None:
+        told = f"{told}; the probe could not tell a rate, so there is none to compare with"
+        found.append(Finding("warning", "link", told, rate, "probe for longer, --seconds, or give --link-gbit-s"))
+    elif rate is None:
+        found.append(Finding("ok", "link", f"{told}; the plan assumed {in_gbit_s(assumed.gbit_s)}"))
     else:
-        found.append(Finding("ok", "link", told, rate))
+        share = rate / likely(assumed.gbit_s)
+        told = f"{told}; the plan assumed {in_gbit_s(assumed.gbit_s)}, so it is {share:.0%} of that"
+        mark: Mark = "wrong" if share < LOOSE else "warning" if share < TIGHT else "ok"
+        found.append(Finding(mark, "link", told, rate, "" if mark == "ok" else redo))
     if assumed.hop_us is not None and hop_us > 2 * assumed.hop_us + 50:
         slow = f"{hop_us:.0f} us a message, {assumed.hop_us:.0f} us assumed"
         found.append(Finding("warning", "latency", slow, hop_us, redo))
     return found
+
+
+def in_gbit_s(value: Number) -> str:
+    """The rate that counts, and the range around it where there is one."""
+    told = f"{likely(value):.3g} Gbit/s"
+    return f"{told} (the likely one of {value.low:.3g}..{value.high:.3g})" if isinstance(value, Range) else told
 
 
 def replicas_of(comm: Comm, device: torch.device) -> list[Finding]:

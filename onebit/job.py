@@ -51,7 +51,6 @@ class Job:
         self._bad_steps = 0
         self._skipped_before = 0
         self._gain = SwitchGain()
-        self._compute_s = 0.0  # of the last step, in forward and backward
         self._compute_since = 0.0  # the last line, in seconds
         self._where_before: dict[str, float] = {}  # at the last line, as the optimizer counts it
 
@@ -65,7 +64,7 @@ class Job:
         self._bad_steps, self._skipped_before = state["bad_steps"], state["skipped_before"]
         self.eval_loss, self._steps = state["eval_loss"], unpack_steps(state["steps"], self.device)
         for step in self._steps:
-            self._gain.add(step.stage, step.seconds, step.payload_bytes)
+            self._gain.add(step.stage, step.seconds, step.payload_bytes, step.compute_s)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class Job:
         for number in range(self.done + 1, train.steps + 1):
             step, last = self._step(number), number == train.steps
             self._steps.append(step)
-            self._say_gain(self._gain.add(step.stage, step.seconds, step.payload_bytes, self._compute_s), display)
+            self._say_gain(self._gain.add(step.stage, step.seconds, step.payload_bytes, step.compute_s), display)
             if number % train.log_every == 0 or last:
                 self._log(number, metrics, display)
             evaluated, at_switch = number % self.eval_every == 0 or last, self._at_switch(number)
@@ -108,6 +107,8 @@ class Job:
             if self.checkpoints is not None and self.checkpoints.due(number):
                 self.checkpoints.save(number, **self.parts)
         self._say_gain(self._gain.finish(), display)
+        if display is not None and self._gain.too_few:
+            display.say(f"the switch: {self._gain.too_few}")
         if self.checkpoints is not None:
             self.checkpoints.finish()
         if not math.isfinite(self.eval_loss):
@@ -184,8 +185,8 @@ class Job:
             loss = self._loss(part, part_labels) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        self._compute_s = self._now() - began
-        self._compute_since += self._compute_s
+        compute_s = self._now() - began
+        self._compute_since += compute_s
         self.roll.arrive(number)
         before = self._sent
         if self._average is not None:
@@ -194,7 +195,7 @@ class Job:
         payload = self._sent - before
         self.optimizer.zero_grad(set_to_none=True)
         self._schedule.step()
-        return Step(stage, total, lr, payload, self._now() - began)
+        return Step(stage, total, lr, payload, self._now() - began, compute_s)
 
     @property
     def _sent(self) -> int:
@@ -301,6 +302,8 @@ class Job:
             versions=versions(),
             recipe=in_words(self.recipe),
             switch_gain=None if self._gain.gain is None else self._gain.gain.as_mapping(),
+            device=self.device.type,
+            threads=torch.get_num_threads(),
         )
 
 

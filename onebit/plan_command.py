@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,8 @@ from onebit.plan_figures import draw_map, draw_plan
 from onebit.plan_report import as_mapping, recipe_text, say, show
 from onebit.planner import plan
 from onebit.planner_inputs import Model, Network, Number, Range, Run, Setup, Shapes, Work, likely, transformer_shapes
-from onebit.probe_file import Probed, read_probe
+from onebit.probe_file import SAME_MODEL, Probed, read_probe
+from onebit.together import stdout_kept_clean
 
 NUMBER = "a number, or a range LOW..HIGH or LOW..LIKELY..HIGH"
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -90,7 +90,12 @@ def plan_command(
     """Say beforehand what each method would cost on your machines, and whether compression pays."""
     probed = None if probe_file is None else read_probe(probe_file)
     workers, machines = _places(workers, machines, probed)
-    known = {} if probed is None else probed.inputs
+    known = {} if probed is None else _known(probed, machines == 1)
+    if probed is not None and machines == 1 and probed.workers > 1 and "local_gbit_s" not in known and not local_gbit_s:
+        raise ConfigError(
+            "--local-gbit-s is not given, and the probe has no rate inside a machine; a plan needs it; give it, or "
+            "probe on one machine"
+        )
     needless = "link_gbit_s" in known or machines == 1
     _check_together(sweep, workers, "known" if needless else link_gbit_s, recipe, csv_file)
 
@@ -98,6 +103,7 @@ def plan_command(
         """What was given, or else probed, or else usual."""
         return known.get(name, otherwise) if text is None else amount(text, "--" + name.replace("_", "-"))
 
+    shapes = _shapes(model, probed)
     network = Network(
         workers=2 if workers is None else workers,
         workers_per_machine=_per_machine(workers, machines),
@@ -113,7 +119,7 @@ def plan_command(
         two_level=two_level,
     )
     work = Work(
-        micro_step_s=_compute_s(compute_ms, known),
+        micro_step_s=_compute_s(compute_ms, known, model, shapes, probed),
         accumulation=accumulation,
         micro_batch=micro_batch if micro_batch is not None else 1 if probed is None else probed.micro_batch,
         other_s=_scaled(amount(other_ms, "--other-ms"), 1e-3),
@@ -125,7 +131,7 @@ def plan_command(
         plain_factor=probed_or("plain_factor", plain_factor, 0.8),
     )
     run = Run(steps, amount(freeze_step, "--freeze-step"), price_per_machine_hour=amount(price, "--price"))
-    setup = Setup(Model(_shapes(model, probed), _width(precision)), network, work, run)
+    setup = Setup(Model(shapes, _width(precision)), network, work, run)
     if sweep:
         _sweep(setup, device_gbyte, as_json, plot, csv_file)
         return
@@ -160,15 +166,36 @@ def _check_together(
 
 
 def _places(workers: int | None, machines: int | None, probed: Probed | None) -> tuple[int | None, int | None]:
-    """Workers and machines: those given, or else those of the probe, where it had several workers."""
-    if workers is None and machines is None and probed is not None and probed.workers > 1:
-        return probed.workers, probed.machines
-    return workers, machines
+    """Workers and machines: each as given, or else that of the probe, where it had several workers."""
+    if probed is None or probed.workers == 1:
+        return workers, machines
+    return probed.workers if workers is None else workers, probed.machines if machines is None else machines
 
 
-def _compute_s(text: str | None, known: dict[str, Number]) -> Number:
+def _known(probed: Probed, inside: bool) -> dict[str, Number]:
+    """What the probe measured that holds where the workers are; on stderr, what does not."""
+    known, strange = probed.measured_where(inside)
+    if strange:
+        where = "inside one machine" if probed.inside else "between machines"
+        names = " and ".join(strange)
+        print(
+            f"{names}: not taken from the probe, which measured them {where}; the usual values stand", file=sys.stderr
+        )
+    return known
+
+
+def _compute_s(
+    text: str | None, known: dict[str, Number], model: str | None, shapes: Shapes, probed: Probed | None
+) -> Number:
     if text is not None:
         return _scaled(amount(text, "--compute-ms"), 1e-3)
+    count = sum(math.prod(shape) for shape in shapes)
+    if probed is not None and not probed.is_of(count):
+        raise ConfigError(
+            f"--compute-ms is not given, and {model!r} has {count:,} parameters where the model of the probe has "
+            f"{probed.parameters:,}; its step says nothing about this model, more than {SAME_MODEL:.0%} away; give "
+            "--compute-ms, or probe this model"
+        )
     if "micro_step_s" not in known:
         raise ConfigError("--compute-ms is not given; a plan needs it; give it, or --probe with a measured step")
     return known["micro_step_s"]
@@ -190,7 +217,7 @@ def _per_machine(workers: int | None, machines: int | None) -> int:
     if machines < 1 or workers % machines:
         raise ConfigError(
             f"--workers is {workers} and --machines is {machines}; workers must be a multiple of machines, at least 1 "
-            "each; change one of them"
+            "each; change one of them, or give both where --probe stands for one"
         )
     return workers // machines
 
@@ -244,9 +271,9 @@ def _called(text: str) -> Any:
     module, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        with torch.device("meta"), redirect_stdout(sys.stderr):
+        with torch.device("meta"), stdout_kept_clean():
             return getattr(importlib.import_module(module), name)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the model {text!r} cannot be built: {type(error).__name__}: {error}; MODULE:FUNCTION must name a "
             "function without arguments that can be imported from here"

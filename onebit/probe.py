@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from onebit.build import build_model
-from onebit.comm import Comm, all_or_none
+from onebit.comm import Comm, all_or_none, check_same
 from onebit.errors import ConfigError
 from onebit.job import masked_loss, versions
 from onebit.planner_inputs import Range
@@ -91,7 +91,7 @@ def _called(text: str, micro_batch: int, device: torch.device) -> Subject:
     try:
         with torch.device(device), redirect_stdout(sys.stderr):
             made = getattr(importlib.import_module(module), name)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the model {text!r} cannot be built: {type(error).__name__}: {error}; MODULE:FUNCTION must name a "
             "function without arguments that can be imported from here"
@@ -134,7 +134,7 @@ def time_step(subject: Subject, comm: Comm, device: torch.device, budget_s: floa
     everyone = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(times[1:]).encode())]  # first: start-up
     totals = [[pair[0] for pair in row] for row in zip(*everyone, strict=True)]
     means = [sum(row) / len(row) for row in totals]
-    late = [max(row) / mean - 1 for row, mean in zip(totals, means, strict=True)]
+    late = [max(0.0, max(row) / mean - 1) for row, mean in zip(totals, means, strict=True)]
     shares = [pair[1] / pair[0] for row in everyone for pair in row if pair[1] > 0]
     return {
         "forward_backward_s": quartiles(means),
@@ -155,7 +155,7 @@ def _one_step(subject: Subject, device: torch.device) -> tuple[float, float]:
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         ended = synchronized(device)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"a step of {subject.name!r} failed: {type(error).__name__}: {error}; it must run without arguments"
         ) from error
@@ -185,6 +185,7 @@ def probe(
 
     Raises:
         ConfigError: a model that cannot be used, or uneven machines.
+        MismatchError: workers have different models.
     """
     began = time.perf_counter()
     if not 5 <= seconds <= 600:
@@ -193,6 +194,7 @@ def probe(
     per_machine = names.count(names[0])
     subject = all_or_none(comm, lambda: subject_of(text, micro_batch, device))
     shapes = subject.shapes
+    check_same(comm, "models to probe", [(f"layer {i}", str(shape)) for i, shape in enumerate(shapes)])
     step = time_step(subject, comm, device, SHARES["step"] * seconds)
     budget = min(SHARES["network"] * seconds, seconds * 0.8 - (time.perf_counter() - began))
     network = local = None

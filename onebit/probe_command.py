@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from onebit.errors import ConfigError
 from onebit.plan_report import say
 from onebit.probe import DEFAULT_S, probe
 from onebit.probe_file import read_probe
+from onebit.probe_network import POOR_FIT, from_launcher
 from onebit.report import human_bytes
 from onebit.together import on_workers
 
@@ -41,6 +43,8 @@ def probe_command(
     handed_to: Handed = None,
 ) -> None:
     """Measure a training step, the links between the workers and the kernels, in half a minute."""
+    if json_file is not None and json_file != Path("-") and from_launcher("RANK", 0) == 0:  # it alone writes
+        _check_writable(json_file)
     if micro_batch is not None and micro_batch < 1:
         raise ConfigError(f"--micro-batch is {micro_batch}; it must be at least 1; correct the flag")
     arguments = [*([model] if model else []), "--seconds", str(seconds), "--timeout-s", str(timeout_s)]
@@ -55,6 +59,16 @@ def probe_command(
 
     if status := on_workers("probe", arguments, workers, work, report, handed_to, timeout_s):
         raise typer.Exit(status)
+
+
+def _check_writable(file: Path) -> None:
+    """Raise ConfigError unless a file can be written there: before half a minute of measuring."""
+    if file.is_dir():
+        raise ConfigError(f"--json is {str(file)!r}, which is a folder; give the path of a file")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json is {str(file)!r}, and there is no such folder; give a path in a folder that exists")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--json is {str(file)!r}, which may not be written; give a path in a folder of your own")
 
 
 def _report(result: dict[str, Any], json_file: Path | None) -> None:
@@ -97,12 +111,21 @@ def _show(result: dict[str, Any]) -> None:
     say(f"kernels: {kernels['kernels']}")
     if network is None:
         say("one worker: no link was measured; start more with --workers, or with torchrun on several machines")
-    elif network["left_out"]:
+        return
+    if network["left_out"]:
         largest = max(network["left_out"], key=lambda case: case["size"])
         say(
-            f"left out, since they would take too long: {len(network['left_out'])} sizes, up to "
+            f"warning: left out, since they would take too long: {len(network['left_out'])} sizes, up to "
             f"{largest['collective']} of {human_bytes(largest['size'])}; a longer --seconds has room for more"
         )
+    poor = [name for name in ("all_reduce", "exchange") if network["fits"][name]["median"]["residual"] > POOR_FIT]
+    if poor:
+        say(
+            f"warning: the fit of {' and '.join(poor)} is off by more than {POOR_FIT:.0%}; probe again while nothing "
+            "else uses the link and the cores, unless the link lets short bursts through faster"
+        )
+    if network["fits"]["all_reduce"]["median"]["bytes_per_s"] is None:
+        say("warning: more bytes took no more time, so the link's rate is not known; `onebit plan` will ask for it")
 
 
 def _fits(network: dict[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:

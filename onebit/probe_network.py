@@ -19,6 +19,7 @@ from onebit.probe_kernels import quartiles, synchronized
 
 LEAST_REPEATS, MOST_REPEATS = 3, 30
 SMALL = 64  # bytes of a message whose time is all latency
+ALWAYS = 4096  # bytes up to which sizes are timed whatever they take: a rate needs two sizes
 BETWEEN = 0.002
 """Weight in a fit of sizes between the smallest and the largest, whose times buffers on the way change: what counts is
 what a message costs, and what the messages that the model has take."""
@@ -28,6 +29,7 @@ FITTED: dict[str, tuple[Collective, ...]] = {
     "all_to_all": ("all_to_all",),
     "all_gather": ("all_gather",),
 }
+POOR_FIT = 0.2  # of a time: a fit whose root mean square error is larger is no good
 AT_ONCE = 8  # small messages under way together, to tell latency from what each message costs
 
 
@@ -44,18 +46,17 @@ def cases_of(shapes: tuple[tuple[int, ...], ...], workers: int) -> list[Case]:
     """The sizes that matter for a model, each collective's from small to large.
 
     From 64 bytes, of all_to_all also 8 at once, by factors of 8 to the 1-bit message of the model's largest bucket; of
-    all_reduce to 2 bytes per parameter.
+    all_reduce to 2 bytes per parameter; of each to 4096 bytes at least.
     """
     bucket = max(one_bit_messages(shapes, workers, DEFAULT_BUCKET_ELEMENTS, "layer"))
     whole = 2 * sum(torch.Size(shape).numel() for shape in shapes)
     found = []
     for collective in COLLECTIVES:
-        largest = whole if collective == "all_reduce" else bucket
+        largest = max(ALWAYS, whole if collective == "all_reduce" else bucket)
         sizes = [SMALL]
         while sizes[-1] * 8 < largest:
             sizes.append(sizes[-1] * 8)
-        if largest > SMALL:
-            sizes.append(largest)
+        sizes.append(largest)
         found += [Case(collective, size, 1) for size in sizes]
         if collective == "all_to_all":
             found.append(Case(collective, SMALL, AT_ONCE))
@@ -67,7 +68,7 @@ def time_network(
 ) -> dict[str, Any]:
     """Time collectives in turns and fit them. A collective.
 
-    A size is left out when the one before it says that it would take more than a tenth of the time.
+    A size above 4096 bytes is left out when the one before it says that it would take more than a tenth of the time.
 
     Args:
         cases: as `cases_of` gives them.
@@ -84,7 +85,7 @@ def time_network(
     piloted: dict[Collective, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}
     for case in cases:
         pilots = piloted[case.collective]
-        if _foretold_s(pilots, case.size) > budget_s / 10:
+        if case.size > ALWAYS and _foretold_s(pilots, case.size) > budget_s / 10:
             left_out.append(case)
             continue
         kept[case] = []
@@ -156,9 +157,26 @@ def _timed(case: Case, comm: Comm, device: torch.device) -> float:
 
 def machine_name() -> str:
     """The machine that this worker is on, for telling machines apart: the host's name and its place in the launch."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    group = int(os.environ.get("RANK", "0")) // here if here else 0
+    here = from_launcher("LOCAL_WORLD_SIZE", 0)
+    group = from_launcher("RANK", 0) // here if here else 0
     return f"{socket.gethostname()}/{group}"
+
+
+def from_launcher(name: str, otherwise: int) -> int:
+    """A number that the launcher put into the environment, such as RANK; `otherwise`: where it did not.
+
+    Raises:
+        ConfigError: it is no whole number, or below 0.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return otherwise
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            f"{name} is {text!r} in the environment; it must be a whole number, at least 0; a launcher such as "
+            "torchrun sets it: start with one, or unset it"
+        )
+    return int(text)
 
 
 def machine_names(comm: Comm) -> list[str]:

@@ -41,6 +41,7 @@ class Summary:
         recipe: as resolved.
         switch_gain: step time and bytes before and after the switch on worker 0, as `switch_gain.Gain`; None without a
             switch, or with too few steps on either side of it.
+        device: "cpu" or "cuda"; threads: of torch, on worker 0; both None in runs of older versions.
     """
 
     optimizer: str
@@ -59,6 +60,8 @@ class Summary:
     versions: dict[str, str]
     recipe: dict[str, Any] = field(repr=False)
     switch_gain: dict[str, Any] | None = field(default=None, repr=False)
+    device: str | None = None
+    threads: int | None = None
 
 
 def check_out(out: Path, overwrite: bool, resume: bool = False) -> None:

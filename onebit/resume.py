@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -30,13 +31,17 @@ MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class Step:
-    """What is remembered of a step: loss is this worker's, payload_bytes and seconds too."""
+    """What is remembered of a step: loss is this worker's, payload_bytes and seconds too.
+
+    compute_s: of `seconds`, in forward and backward; None where a checkpoint of an older version did not say.
+    """
 
     stage: str
     loss: Tensor
     lr: float
     payload_bytes: int
     seconds: float
+    compute_s: float | None = None
 
 
 def pack_steps(steps: Sequence[Step]) -> dict[str, Any]:
@@ -49,6 +54,9 @@ def pack_steps(steps: Sequence[Step]) -> dict[str, Any]:
         "lr": torch.tensor([step.lr for step in steps], dtype=torch.float64),
         "payload_bytes": torch.tensor([step.payload_bytes for step in steps], dtype=torch.int64),
         "seconds": torch.tensor([step.seconds for step in steps], dtype=torch.float64),
+        "compute_s": torch.tensor(
+            [math.nan if step.compute_s is None else step.compute_s for step in steps], dtype=torch.float64
+        ),
     }
 
 
@@ -57,7 +65,9 @@ def unpack_steps(packed: dict[str, Any], device: torch.device) -> list[Step]:
     names = [packed["stages"][i] for i in packed["stage"].tolist()]
     numbers = (packed[key].tolist() for key in ("lr", "payload_bytes", "seconds"))
     losses = packed["loss"].to(device).unbind()
-    return [Step(*values) for values in zip(names, losses, *numbers, strict=True)]
+    held = packed["compute_s"].tolist() if "compute_s" in packed else [math.nan] * len(names)  # not in older ones
+    compute = [None if math.isnan(seconds) else seconds for seconds in held]
+    return [Step(*values) for values in zip(names, losses, *numbers, compute, strict=True)]
 
 
 class Checkpoints:

@@ -50,25 +50,28 @@ class Gain:
 
     @property
     def sentence(self) -> str:
-        """What a user is told: the numbers, and the reason where a step became no faster."""
+        """What a user is told: the numbers; whether a step became faster, is within 5 % or became slower; why."""
         said = (
             f"{_ms(self.after_s)} per step after it, {_ms(self.before_s)} before (medians of {self.steps_after} and "
             f"{self.steps_before} steps); {_size(self.after_bytes)} sent per step, {_size(self.before_bytes)} before"
         )
-        if self.before_s - self.after_s >= WORTH_SAYING * self.before_s:
+        gained = (self.before_s - self.after_s) / self.before_s
+        if gained >= WORTH_SAYING:
             return f"{said}: {self.speed_up:.2f} times as fast"
-        return f"{said}: no faster, {self.reason}"
+        if gained > -WORTH_SAYING:
+            return f"{said}: about as fast, within {WORTH_SAYING:.0%}, {self.reason}"
+        return f"{said}: slower, {1 / self.speed_up:.2f} times as long, {self.reason}"
 
     @property
     def reason(self) -> str:
-        """Why a step became no faster."""
+        """Why a step became no shorter."""
         if not self.before_bytes:
             return "since one worker has nobody to send to"
         if self.before_compute_s is None or self.after_compute_s is None:
             return "and how long communication took is not known"
         share = self.before_compute_s / self.before_s
         slower = self.after_compute_s - self.before_compute_s
-        rest, later = self.before_s - self.before_compute_s, self.after_s - self.after_compute_s
+        rest, later = max(0.0, self.before_s - self.before_compute_s), max(0.0, self.after_s - self.after_compute_s)
         if slower >= WORTH_SAYING * self.before_s and slower > later - rest:
             return (
                 f"since forward and backward took longer than before, {_ms(self.after_compute_s)} instead of "
@@ -79,10 +82,10 @@ class Gain:
                 f"since forward and backward are {share:.0%} of a step; exchange, update and waiting for other workers "
                 f"were {_ms(rest)} of it and are {_ms(later)}"
             )
-        return (
-            f"since exchange, update and waiting for other workers take {_ms(later)} instead of {_ms(rest)}: on this "
-            "link the bytes saved cost no more time than compressing does"
-        )
+        told = f"since exchange, update and waiting for other workers take {_ms(later)} instead of {_ms(rest)}"
+        if later - rest >= WORTH_SAYING * self.before_s:
+            return f"{told}: on this link compressing costs more time than the bytes saved"
+        return f"{told}: on this link the bytes saved cost no more time than compressing does"
 
     def as_mapping(self) -> dict[str, Any]:
         """For the summary of a run."""
@@ -133,20 +136,30 @@ class SwitchGain:
         if self.gain is not None or min(len(self._before), len(self._after)) < FEWEST:
             return None
         before, after = list(self._before), self._after
+        known = [[step for step in steps if step.compute_s is not None] for steps in (before, after)]
+        both = min(map(len, known)) >= FEWEST  # else forward and backward are not told from the rest
+        if both:
+            before, after = known
         self.gain = Gain(
-            len(before), len(after), _median(before, 0), _median(after, 0), _compute(before), _compute(after),
+            len(before), len(after), _median(before, 0), _median(after, 0),
+            _median(before, 1) if both else None, _median(after, 1) if both else None,
             round(_median(before, 2)), round(_median(after, 2)),
         )  # fmt: skip
         return self.gain
 
+    @property
+    def too_few(self) -> str:
+        """At the end of a run: that its switch left too few steps to compare; empty if not, or without a switch."""
+        if self.gain is not None or not self._after:
+            return ""
+        return (
+            f"too few steps to compare, {len(self._before)} before it (without the first {START_UP} of the run) and "
+            f"{len(self._after)} after it; {FEWEST} of each are needed"
+        )
+
 
 def _median(steps: list[Timing], field: int) -> float:
     return statistics.median(float(step[field] or 0) for step in steps)
-
-
-def _compute(steps: list[Timing]) -> float | None:
-    known = [step for step in steps if step.compute_s is not None]
-    return _median(known, 1) if known else None
 
 
 def _ms(seconds: float) -> str:

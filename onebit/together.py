@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +46,62 @@ def on_workers(
         work: what each worker does. A collective.
         report: shows the result and gives the exit status; called on worker 0, or where the processes were started.
         handed_to: a file for the result, given to processes started here.
-        timeout_s: within which all workers must come, and how long one waits for another.
+        timeout_s: within which all workers must come, and how long one waits for another, > 0.
 
     Raises:
-        OnebitError: what a worker raised, or fewer than 1 worker.
+        OnebitError: what a worker raised; fewer than 1 worker; no time; a worker that ended without a result.
     """
-    if workers < 1:
-        raise ConfigError(f"--workers is {workers}; it must be at least 1; correct the flag")
+    check_start(workers, timeout_s)
     if "RANK" in os.environ:
         if workers > 1 and handed_to is None:
             raise ConfigError(f"--workers is {workers} under a launcher, which has started the workers; leave it out")
         _as_one(work, report, handed_to, timeout_s)
     if workers == 1:
         with group(timeout_s, "--timeout-s") as (comm, device, why):
-            return report(work(comm, device, why))
+            with stdout_kept_clean():
+                result = work(comm, device, why)
+            return report(result)
     with tempfile.TemporaryDirectory(prefix="onebit-") as folder:
         file = Path(folder) / "result.json"
         start("onebit.cli", [command, *arguments, "--handed-to", str(file)], workers, folder)
-        return report(json.loads(file.read_text(encoding="utf-8")))
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise CommError(
+                f"the {workers} workers ended without a result, and without an error; look whether the model or its "
+                "step ends its process"
+            ) from None
+        return report(result)
+
+
+def check_start(workers: int, timeout_s: float) -> None:
+    """Raise ConfigError unless there is a worker, and time to wait for others."""
+    if workers < 1:
+        raise ConfigError(f"--workers is {workers}; it must be at least 1; correct the flag")
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ConfigError(f"--timeout-s is {timeout_s:g}; it must be a finite number above 0; correct the flag")
+
+
+@contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Send to stderr what is written to stdout meanwhile, also by C code and by child processes."""
+    if sys.stdout is None:  # closed by who started this process
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # what C code has written and libc still holds
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _as_one(work: Work, report: Callable[[dict[str, Any]], int], handed_to: Path | None, timeout_s: float) -> None:
@@ -68,7 +109,8 @@ def _as_one(work: Work, report: Callable[[dict[str, Any]], int], handed_to: Path
     status = 0
     try:
         with group(timeout_s, "--timeout-s") as (comm, device, why):
-            result = work(comm, device, why)
+            with stdout_kept_clean():
+                result = work(comm, device, why)
             if comm.rank == 0 and handed_to is not None:
                 handed_to.write_text(json.dumps(result), encoding="utf-8")
             elif comm.rank == 0:

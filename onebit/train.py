@@ -31,6 +31,7 @@ from onebit.comm import Comm, Distributed, Solo, all_or_none, check_same, first_
 from onebit.errors import CommError, ConfigError, OnebitError
 from onebit.job import Job, in_words
 from onebit.kernels import choose
+from onebit.probe_network import from_launcher
 from onebit.recipe import Recipe, freeze_flag, load, parse, resolve
 from onebit.report import (
     LAYERS,
@@ -205,7 +206,7 @@ def _save(job: Job, output: Output, summary: Summary) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Be one worker of `torchrun -m onebit.train`, or the only one. Ends the process when it fails."""
-    rank, launched = int(os.environ.get("RANK", "0")), False
+    rank, launched = os.environ.get("RANK", "0"), False
     try:
         options = _parse(arguments)
         launched = options.runs is not None
@@ -291,13 +292,16 @@ def group(timeout_s: float, limit: str = "train.timeout_s") -> Iterator[tuple[Co
 
     `limit`: what the timeout is called where the user sets it.
     """
-    device, reason = choose_device(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    here = from_launcher("LOCAL_WORLD_SIZE", 1)
+    device, reason = choose_device(from_launcher("LOCAL_RANK", 0), here)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores // max(1, here)))
     if "RANK" not in os.environ:
         yield Solo(), device, reason
         return
+    for name in ("RANK", "WORLD_SIZE"):
+        from_launcher(name, 0)  # torch would end with a traceback
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -17,7 +18,8 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from onebit.comm import Comm, Pending
+from onebit import doctor_command
+from onebit.comm import Comm, Pending, Solo
 from onebit.commands import app
 from onebit.doctor import (
     AssumedLink,
@@ -27,13 +29,15 @@ from onebit.doctor import (
     replicas_of,
     status_of,
     transport_of,
+    trusted,
     versions_of,
 )
-from onebit.doctor_run import Assumed, Steps, examine_run, largest_reason, predict, summary_in
+from onebit.doctor_run import Assumed, Steps, examine_run, largest_reason, predict, probe_of_another, summary_in
 from onebit.errors import ConfigError
 from onebit.interfaces import Host, interfaces_here, kind_of
 from onebit.planner import StepTime
 from onebit.planner_inputs import Range
+from onebit.probe_file import Probed
 from onebit.recipe import parse
 from onebit.report import Display, read_summary
 from onebit.train import run_alone, run_virtual
@@ -151,13 +155,42 @@ def test_slow_kernels_are_a_warning_and_impossible_ones_wrong():
         (1.0, AssumedLink(1.1), ["ok"]),
         (1.0, AssumedLink(1.5), ["warning"]),
         (1.0, AssumedLink(2.5), ["wrong"]),
-        (1.0, AssumedLink(Range(1.0, 2.5, 3.0)), ["ok"]),
+        (1.0, AssumedLink(Range(1.0, 2.5, 3.0)), ["wrong"]),  # the likely one counts
+        (1.0, AssumedLink(Range(0.1, 1.2, 9.0)), ["ok"]),
+        (1.0, AssumedLink(None), ["warning"]),
+        (None, AssumedLink(1.0), ["ok"]),
         (1.0, AssumedLink(1.0, 400.0), ["ok"]),
         (1.0, AssumedLink(1.0, 100.0), ["ok", "warning"]),
     ],
 )
 def test_a_link_is_judged_by_what_was_assumed(rate, assumed, marks):
     assert [f.mark for f in judged_link("as measured", rate, 500.0, assumed)] == marks
+
+
+def test_a_link_says_what_it_was_judged_by():
+    (found,) = judged_link("as measured", 1.0, 500.0, AssumedLink(Range(0.5, 1.25, 3.0)))
+    assert "assumed 1.25 Gbit/s (the likely one of 0.5..3), so it is 80% of that" in found.finding
+
+
+def test_a_poor_fit_and_sizes_left_out_are_warnings():
+    assert trusted(0.19, 0) == []
+    assert [f.subject for f in trusted(0.21, 2)] == ["link fit", "link sizes"]
+    assert {f.mark for f in trusted(0.21, 2)} == {"warning"}
+
+
+def test_kernels_that_cannot_be_used_are_a_finding_and_not_the_end(monkeypatch):
+    monkeypatch.setenv("ONEBIT_KERNELS", "none-such")
+    found = {f["subject"]: f for f in examine(Solo(), CPU, "cpu (for a test)", None)}
+    assert found["kernels"]["mark"] == "wrong"
+    assert "none-such" in found["kernels"]["finding"]
+    assert "replicas" not in found
+
+
+def test_one_worker_with_something_to_compare_is_a_warning():
+    found = json.loads(call("--link-gbit-s", 1, "--json").stdout)["findings"]
+    ((mark, finding),) = [(f["mark"], f["finding"]) for f in found if f["subject"] == "link"]
+    assert mark == "warning"
+    assert "one worker has no link to compare" in finding
 
 
 # -- replicas --------------------------------------------------------------------------------------------------------
@@ -239,7 +272,12 @@ def marks(folder: Path, assumed: Assumed = Assumed(None, None, None)) -> dict[st
 
 def test_a_run_whose_compression_was_active(finished):
     found = {f["subject"]: f for f in examine_run(finished, Assumed(None, 0.1, 2))}
-    assert list(found) == ["compression", "bytes", "step time", "speed-up"]
+    assert list(found)[:4] == ["compression", "bytes", "step time", "speed-up"]
+    assert set(found) - {"exchange"} == set(list(found)[:4])
+    assert (
+        "not measured: latency_us 50, message_us 5, exchange_efficiency 1, memory_gbyte_s 500"
+        in (found["speed-up"]["finding"])
+    )
     assert found["compression"]["mark"] == found["bytes"]["mark"] == "ok"
     assert found["compression"]["number"] == pytest.approx(2 / 3)
     assert found["bytes"]["number"] == pytest.approx(1 / 16, rel=0.15)
@@ -251,6 +289,15 @@ def test_a_run_whose_compression_was_active(finished):
     assert gain["sentence"] in found["step time"]["finding"]
     assert "predicted" in found["speed-up"]["finding"]
     assert found["speed-up"]["number"] == pytest.approx(gain["speed_up"])
+
+
+@pytest.mark.parametrize(("steps", "times"), [(12, 1), (30, 0)])
+def test_a_run_with_too_few_steps_to_compare_says_so_once(tmp_path, steps, times):
+    output = io.StringIO()
+    recipe = parse(TINY, {"train.steps": steps, "train.eval_every": steps})
+    run_virtual(recipe, tmp_path / "run", Display(Console(file=output, width=300), quiet=False))
+    assert output.getvalue().count("the switch: too few steps to compare, 7 before it") == times
+    assert (read_summary(tmp_path / "run").switch_gain is None) == bool(times)
 
 
 def test_compression_that_never_came_is_wrong_and_says_what_to_set(tmp_path):
@@ -270,7 +317,7 @@ def test_a_switch_beyond_the_end_is_wrong(finished, tmp_path):
     values["samples_per_s"].pop("compressed")
     values["recipe"]["optimizer"]["freeze_step"] = 40
     (tmp_path / "summary.json").write_text(json.dumps(values))
-    found = json.loads(call("--run", tmp_path, "--json", status=1).stdout)["findings"][-1]
+    found = json.loads(call("--folder", tmp_path, "--json", status=1).stdout)["findings"][-1]
     assert (found["mark"], found["subject"]) == ("wrong", "compression")
     assert "never active in 30 steps of onebit-lamb: freeze_step is 40" in found["finding"]
     assert "below 30" in found["advice"]
@@ -311,6 +358,77 @@ def test_the_prediction_is_of_the_run(finished):
         predict(summary, 0.01, Assumed(None, 1.0, 3))
 
 
+PROBED = Probed(
+    workers=2, machines=1, inside=True, shapes=((680_016,),), micro_batch=8, micro_step_s=0.01, backward_share=0.6,
+    straggling=0.25, link_gbit_s=3.0, latency_us=40.0, message_us=9.0, exchange_efficiency=0.5, local_gbit_s=None,
+    local_latency_us=None, residual=0.01, memory_gbyte_s=10.0, kernel_factor=2.0, plain_factor=1.0, device="cpu",
+    threads=1,
+)  # fmt: skip
+
+
+def speed_up(folder: Path, *assumed: Any) -> str:
+    return next(f["finding"] for f in examine_run(folder, Assumed(*assumed)) if f["subject"] == "speed-up")
+
+
+def test_a_rate_that_nobody_measured_or_gave_predicts_nothing(finished):
+    assert "no prediction: the run was between 2 machines, and no rate" in speed_up(finished, PROBED, None, 2)
+    between = replace(PROBED, machines=2, inside=False)
+    assert "no prediction: the run was inside one machine, and no rate" in speed_up(finished, between, None, 1)
+    assert "no prediction" in speed_up(finished, replace(PROBED, link_gbit_s=None), None, None)
+    assert "no prediction" in speed_up(finished, replace(PROBED, workers=1, link_gbit_s=None), None, None)
+    for assumed in ((PROBED, None, None), (PROBED, 1.0, 2), (None, 1.0, 1), (between, None, None)):
+        assert " predicted" in speed_up(finished, *assumed)
+    assert "not measured" not in speed_up(finished, PROBED, None, None)
+
+
+def test_a_rate_that_was_given_is_the_local_one_inside_a_machine(finished):
+    summary = read_summary(finished)
+    slow, fast = (predict(summary, 0.01, Assumed(None, rate, 1)) for rate in (0.001, 10.0))
+    assert slow is not None
+    assert fast is not None
+    assert slow[0].all_reduce_s > 100 * fast[0].all_reduce_s
+    over = predict(summary, 0.01, Assumed(PROBED, 0.001, None))
+    assert over is not None
+    assert over[0].all_reduce_s == pytest.approx(slow[0].all_reduce_s, rel=0.05)
+
+
+def test_the_probes_straggling_is_predicted(finished):
+    found = predict(read_summary(finished), 0.01, Assumed(PROBED, None, None))
+    assert found is not None
+    assert found[0].straggling_s == pytest.approx(0.25 * found[0].compute_s)
+
+
+def test_a_probe_of_something_else_is_a_warning(finished):
+    summary = replace(read_summary(finished), parameters=680_000, device="cpu", threads=1)
+    assert probe_of_another(summary, PROBED) == []
+    (found,) = probe_of_another(replace(summary, parameters=600_000, device="cuda", threads=4), PROBED)
+    assert found.mark == "warning"
+    for words in ("600,000 in the run", "device cpu, and cuda", "1 threads, and 4"):
+        assert words in found.finding
+    assert probe_of_another(replace(summary, device=None, threads=None), PROBED) == []  # an older run
+    assert marks(finished, Assumed(PROBED, None, None))["probe"] == "warning"
+    assert (read_summary(finished).device, bool(read_summary(finished).threads)) == ("cpu", True)
+
+
+def test_exchange_and_update_are_judged_by_themselves(finished, tmp_path):
+    """A run whose ratio is as predicted, and whose exchange takes ten times as long on either side."""
+    summary = read_summary(finished)
+    predicted = predict(summary, 1e-4, Assumed(None, 0.01, 2))
+    assert predicted is not None
+    values = json.loads((finished / "summary.json").read_text())
+    for factor, wanted in ((1.0, []), (10.0, ["before", "after"])):
+        for side, step in zip(("before", "after"), predicted, strict=True):
+            whole = 1e-4 + factor * (step.total_s - step.compute_s)
+            values["switch_gain"] |= {f"{side}_s": whole, f"{side}_compute_s": 1e-4}
+        (tmp_path / "summary.json").write_text(json.dumps(values))
+        found = examine_run(tmp_path, Assumed(None, 0.01, 2))
+        assert next(f["mark"] for f in found if f["subject"] == "speed-up") == "ok"
+        off = [f for f in found if f["subject"] == "exchange"]
+        assert [f["mark"] for f in off] == ["warning"] * len(wanted)
+        for side, finding in zip(wanted, off, strict=True):
+            assert f"waiting {side} the switch took" in finding["finding"]
+
+
 def test_the_largest_reason_is_the_largest_difference():
     before, after = StepTime(compute_s=0.1, all_reduce_s=0.5), StepTime(compute_s=0.1, all_to_all_s=0.05)
     assert "after the switch took 300 ms, 50" in largest_reason(Steps(0.6, 0.4, 0.1, 0.1), before, after)
@@ -329,11 +447,18 @@ def call(*arguments: object, status: int = 0) -> Any:
 
 
 def test_one_worker_is_examined_alone(finished):
-    found = json.loads(call("--run", finished, "--json").stdout)
+    found = json.loads(call("--folder", finished, "--json").stdout)
     assert found["status"] == 0
     subjects = [f["subject"] for f in found["findings"]]
     assert subjects[:3] == ["python", "torch", "onebit"]
     assert {"kernels", "transport", "replicas", "compression", "bytes"} <= set(subjects)
+
+
+def test_the_sizes_of_a_probe_are_those_that_are_timed():
+    both = doctor_command._assumed_link(PROBED, 2.0)
+    assert both == AssumedLink(2.0, shapes=PROBED.shapes)
+    assert doctor_command._assumed_link(PROBED, None) == AssumedLink(3.0, 49.0, True, PROBED.shapes)
+    assert doctor_command._assumed_link(None, None) is None
 
 
 def test_two_workers_on_the_command_line():
@@ -376,20 +501,66 @@ def test_under_torchrun_loopback_on_two_hosts_is_found(tmp_path):
     assert ends[1][0] == ""
 
 
+@pytest.mark.parametrize(("local", "said"), [(0, 1), (1, 0)])
+def test_under_torchrun_one_worker_of_a_machine_tells_of_its_interfaces(local, said):
+    variables = {"RANK": local, "WORLD_SIZE": 2, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2}
+    variables |= {"GLOO_SOCKET_IFNAME": "eth99", "COLUMNS": 300}
+    environment = os.environ | {key: str(value) for key, value in variables.items()}
+    command = [sys.executable, "-m", "onebit.cli", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.count("GLOO_SOCKET_IFNAME is 'eth99'") == said
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
         ("summary.json", "{", "is damaged: its summary.json cannot be used"),
         ("summary.json", "[]", "is damaged"),
+        ("summary.json", "[" * 100_000, "is damaged"),
         ("summary.json", '{"eval_loss": 1}', "is damaged"),
         ("other.json", "{}", "has no summary.json; give the folder of a finished"),
     ],
 )
 def test_a_damaged_run_folder_is_one_clear_error(tmp_path, name, text, why):
     (tmp_path / name).write_text(text)
-    stderr = call("--run", tmp_path, status=2).stderr
+    stderr = call("--folder", tmp_path, status=2).stderr
     assert stderr.startswith("error: the run folder ")
     assert why in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("steps",), 0),
+        (("workers",), "2"),
+        (("parameters",), 1.5),
+        (("payload_bytes",), -1),
+        (("compressed_share_of_16bit",), float("nan")),
+        (("samples_per_s", "warmup"), 0),
+        (("samples_per_s",), 3),
+        (("freeze_step",), "late"),
+        (("switch_gain", "after_s"), 0),
+        (("switch_gain", "before_s"), -1.0),
+        (("switch_gain", "before_compute_s"), 1e9),
+        (("switch_gain", "sentence"), None),
+        (("switch_gain",), []),
+        (("recipe", "train", "accumulation"), 0),
+        (("recipe", "optimizer", "name"), 1),
+        (("recipe", "optimizer", "options"), None),
+    ],
+)
+def test_wrong_types_and_signs_in_a_summary_are_named_with_key_and_folder(finished, tmp_path, keys, value):
+    values = json.loads((finished / "summary.json").read_text())
+    inner = values
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    stderr = call("--folder", tmp_path, status=2).stderr
+    assert stderr.startswith(f"error: the run folder {str(tmp_path)!r} is damaged: its summary.json")
+    assert ".".join(keys) in stderr
     assert stderr.count("\n") == 1
 
 
@@ -410,12 +581,15 @@ def test_a_run_that_has_not_ended_says_where_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--machines", 2], "--machines is 2 without --run"),
+        (["--machines", 2], "--machines is 2 without --folder"),
         (["--probe", "nowhere.json"], "cannot be read"),
         (["--link-gbit-s", "fast"], "--link-gbit-s is 'fast'"),
         (["--link-gbit-s", 0], "must be above 0"),
+        (["--link-gbit-s", "0..1"], "must be above 0"),
+        (["--timeout-s", "inf"], "--timeout-s is inf"),
+        (["--machines", 0, "--folder", "nowhere"], "--machines is 0"),
         (["--workers", 0], "--workers is 0"),
-        (["--run", "nowhere"], "has no summary.json"),
+        (["--folder", "nowhere"], "has no summary.json"),
     ],
 )
 def test_bad_input_is_one_clear_error_and_status_2(arguments, why):

@@ -5,23 +5,31 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.distributed.run import parse_args
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from onebit.comm import Comm, Solo
 from onebit.commands import app
+from onebit.doctor_command import doctor_command
 from onebit.errors import ConfigError
 from onebit.link_fit import COLLECTIVES, Sample, Terms, fit_quartiles, fit_times, terms_of
+from onebit.plan_command import model_shapes
 from onebit.planner import all_reduce_s, exchange_s
 from onebit.planner_inputs import Network, Range
 from onebit.probe import probe, subject_of
+from onebit.probe_command import probe_command
 from onebit.probe_file import read_probe
 from onebit.probe_kernels import PHASES, kernel_speed, quartiles
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
@@ -29,6 +37,7 @@ from onebit.virtual import run_workers
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 SIZES = (64, 4096, 2**18, 2**22)
 
 
@@ -157,7 +166,11 @@ def test_workers_of_several_machines_time_both_kinds_of_links(tmp_path):
     assert {sample["messages"] for sample in found["local"]["samples"]} == {1, 2, 8}
     (tmp_path / "probe.json").write_text(json.dumps(found))
     inputs = read_probe(tmp_path / "probe.json").inputs
-    assert {"link_gbit_s", "latency_us", "local_gbit_s", "local_latency_us", "message_us"} <= set(inputs)
+    assert {"latency_us", "local_latency_us", "message_us"} <= set(inputs)
+    for part, name in (("network", "link_gbit_s"), ("local", "local_gbit_s")):
+        fits = found[part]["fits"]["all_reduce"]
+        bound = fits["median"]["bytes_per_s"] is not None
+        assert (name in inputs) == bound  # on a busy machine more bytes may take no more time
 
 
 def test_machines_with_different_numbers_of_workers_are_refused(monkeypatch):
@@ -211,6 +224,21 @@ def test_cases_end_with_the_messages_that_the_model_has():
     assert sum(c.at_once > 1 for c in cases) == 1
 
 
+@pytest.mark.parametrize("shapes", [((1,),), ((3, 5), (5,)), ((40, 40),)])
+def test_small_models_have_two_sizes_of_each_collective(shapes):
+    for name in COLLECTIVES:
+        sizes = {case.size for case in cases_of(shapes, 4) if case.collective == name}
+        assert {64, 4096} <= sizes
+
+
+def test_the_two_smallest_sizes_are_timed_on_any_link():
+    sizes = (64, 512, 4096, 4104)
+    found = time_network([Case("all_reduce", size, 1) for size in sizes] + [
+        Case(name, size, 1) for name in ("all_to_all", "all_gather") for size in (64, 128)
+    ], Slow(), 1, CPU, 0.01)  # fmt: skip
+    assert [case["size"] for case in found["left_out"]] == [4104]
+
+
 def test_kernels_are_timed_phase_by_phase():
     found = kernel_speed(50_000, 3, CPU, 0.2)
     assert set(found["ns_per_element"]) == {*PHASES, "warmup_step"}
@@ -232,6 +260,10 @@ def test_one_worker_measures_its_own_model(tmp_path, monkeypatch):
         "    return m, lambda: m(torch.randn(5, 300)).sum().backward()\n"
         "def empty():\n"
         "    return torch.nn.Linear(3, 4), lambda: None\n"
+        "def ends():\n"
+        "    raise SystemExit(0)\n"
+        "def stops():\n"
+        "    return torch.nn.Linear(3, 4), lambda: exit()\n"
         "def alone():\n"
         "    return torch.nn.Linear(3, 4)\n"
     )
@@ -244,7 +276,15 @@ def test_one_worker_measures_its_own_model(tmp_path, monkeypatch):
     assert probe("mine:whole", None, Solo(), CPU, 5)["step"]["backward_share"] is None
     with pytest.raises(ConfigError, match="left no gradients"):
         probe("mine:empty", None, Solo(), CPU, 5)
-    for text, why in (("mine:alone", "must return a torch module and"), ("mine:nothing", "has no attribute")):
+    with pytest.raises(ConfigError, match="a step of 'mine:stops' failed: SystemExit"):
+        probe("mine:stops", None, Solo(), CPU, 5)
+    with pytest.raises(ConfigError, match="'mine:ends' cannot be built: SystemExit"):
+        model_shapes("mine:ends")
+    for text, why in (
+        ("mine:ends", "SystemExit"),
+        ("mine:alone", "must return a torch module and"),
+        ("mine:nothing", "has no attribute"),
+    ):
         with pytest.raises(ConfigError, match=why):
             subject_of(text, None, CPU)
 
@@ -265,6 +305,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = call("probe", "--workers", 2, "--seconds", 6, "--json", file).stdout
     assert "all_to_all" in output
     assert f"probe: {file}" in output
+    found = json.loads(file.read_text())
+    fit = found["network"]["fits"]["all_reduce"]["median"]
+    if fit["bytes_per_s"] is None:  # on a busy machine more bytes may take no more time; here a plan needs a rate
+        fit["bytes_per_s"] = 1e9
+        file.write_text(json.dumps(found))
     return file
 
 
@@ -292,7 +337,68 @@ def test_what_is_given_by_hand_goes_over_the_probe(measured):
 
 
 def test_a_probe_inside_a_machine_does_not_stand_for_a_link_between_machines(measured):
-    assert "--link-gbit-s is not given" in call("plan", "--probe", measured, "--workers", 4, status=2).stderr
+    between = call("plan", "--probe", measured, "--workers", 4, "--machines", 4, status=2).stderr
+    assert "--link-gbit-s is not given" in between
+    assert "message_us and exchange_efficiency: not taken from the probe" in between
+
+
+def test_what_an_exchange_gets_in_one_place_is_not_taken_to_another(measured):
+    result = call("plan", "--probe", measured, "--machines", 2, "--link-gbit-s", 1, "--json")
+    network = json.loads(result.stdout)["setup"]["network"]
+    assert (network["message_us"], network["exchange_efficiency"]) == (5.0, 1.0)
+    assert (network["workers"], network["workers_per_machine"]) == (2, 1)
+    assert "which measured them inside one machine" in result.stderr
+
+
+def test_each_place_that_is_not_given_is_the_probes(measured):
+    network = json.loads(call("plan", "--probe", measured, "--workers", 4, "--json").stdout)["setup"]["network"]
+    assert (network["workers"], network["workers_per_machine"]) == (4, 4)
+
+
+def changed(file: Path, folder: Path, *keys: object, value: Any) -> Path:
+    """A copy of a JSON file with another value under keys."""
+    found = json.loads(file.read_text())
+    inner = found
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / "changed.json").write_text(json.dumps(found))
+    return folder / "changed.json"
+
+
+def test_a_step_of_another_model_is_not_taken(measured, tmp_path):
+    stderr = call("plan", "1M", "--probe", measured, status=2).stderr
+    assert "1,000,000 parameters where the model of the probe has 680,016" in stderr
+    assert "--compute-ms" in stderr
+    call("plan", "683_000", "--probe", measured)  # within 1 %
+
+
+@pytest.mark.parametrize("all_reduce", [None, 1e12])
+def test_a_rate_that_is_not_bound_is_not_known(measured, tmp_path, all_reduce):
+    fits = json.loads(measured.read_text())["network"]["fits"]
+    for which in ("low", "median", "high"):
+        fits["all_reduce"][which]["bytes_per_s"] = None if which == "median" else all_reduce
+    file = changed(measured, tmp_path, "network", "fits", value=fits)
+    probed = read_probe(file)
+    assert probed.link_gbit_s is None
+    stderr = call("plan", "--probe", file, status=2).stderr
+    assert "--local-gbit-s is not given" in stderr
+    call("plan", "--probe", file, "--local-gbit-s", 10)
+    between = changed(file, tmp_path, "network", "inside", value=False)
+    found = json.loads(between.read_text()) | {"machines": 2}
+    between.write_text(json.dumps(found))
+    assert "--link-gbit-s is not given" in call("plan", "--probe", between, status=2).stderr
+
+
+def test_efficiency_is_that_of_each_quartile(measured, tmp_path):
+    fits = json.loads(measured.read_text())["network"]["fits"]
+    for which, whole, exchange in (("low", 100.0, 50.0), ("median", 80.0, 60.0), ("high", None, 10.0)):
+        fits["all_reduce"][which]["bytes_per_s"] = whole
+        fits["exchange"][which]["bytes_per_s"] = exchange
+    probed = read_probe(changed(measured, tmp_path, "network", "fits", value=fits))
+    efficiency = probed.exchange_efficiency
+    assert isinstance(efficiency, Range)
+    assert (efficiency.low, efficiency.likely, efficiency.high) == pytest.approx((0.5, 0.75, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -301,9 +407,10 @@ def test_a_probe_inside_a_machine_does_not_stand_for_a_link_between_machines(mea
         (lambda text: text[: len(text) // 2], "is not JSON"),
         (lambda text: "[]", "is 'list', not 'onebit probe 1'"),
         (lambda text: text.replace("onebit probe 1", "onebit probe 9"), "is 'onebit probe 9'"),
-        (lambda text: text.replace('"step"', '"stop"'), "is damaged .KeyError"),
-        (lambda text: text.replace('"likely"', '"unlikely"'), "is damaged .KeyError"),
-        (lambda text: text.replace('"workers": 2', '"workers": 0'), "is damaged .ValueError"),
+        (lambda text: text.replace('"step"', '"stop"'), "is damaged: it has no step"),
+        (lambda text: text.replace('"likely"', '"unlikely"'), r"it has no step\.forward_backward_s\.likely"),
+        (lambda text: text.replace('"workers": 2', '"workers": 0'), "workers is 0; it must be a whole number"),
+        (lambda text: "[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_damaged_probe_is_one_clear_error(measured, tmp_path, damage, why):
@@ -313,6 +420,37 @@ def test_a_damaged_probe_is_one_clear_error(measured, tmp_path, damage, why):
         read_probe(file)
     stderr = call("plan", "--probe", file, status=2).stderr
     assert stderr.startswith("error: the probe ")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("workers",), 2.5),
+        (("workers",), True),
+        (("threads",), "one"),
+        (("device",), 3),
+        (("step", "forward_backward_s", "likely"), math.nan),
+        (("step", "forward_backward_s", "low"), -1.0),
+        (("step", "forward_backward_s", "high"), 0),
+        (("step", "straggling"), -0.5),
+        (("step", "backward_share"), 1.5),
+        (("step", "micro_batch"), 0),
+        (("network", "inside"), "no"),
+        (("network", "fits", "exchange"), []),
+        (("network", "fits", "exchange", "median", "latency_s"), math.inf),
+        (("network", "fits", "all_reduce", "low", "bytes_per_s"), 0),
+        (("network", "fits", "all_reduce", "low", "bytes_per_s"), "fast"),
+        (("kernels", "kernel_factor", "low"), 10**400),
+        (("model", "shapes"), [[-1, 3]]),
+        (("model", "shapes"), [[1.5]]),
+        (("model", "shapes"), []),
+    ],
+)
+def test_wrong_types_and_signs_are_named_with_key_and_file(measured, tmp_path, keys, value):
+    file = changed(measured, tmp_path, *keys, value=value)
+    stderr = call("plan", "--probe", file, status=2).stderr
+    assert stderr.startswith(f"error: the probe {str(file)!r} is damaged: {'.'.join(keys)}")
     assert stderr.count("\n") == 1
 
 
@@ -334,6 +472,10 @@ def test_no_damage_to_a_probe_gives_another_kind_of_error(measured, place, value
         (["probe", "--seconds", 1], "--seconds is 1"),
         (["probe", "--micro-batch", 0], "--micro-batch is 0"),
         (["probe", "no:thing"], "cannot be built"),
+        (["probe", "--json", "no/such/folder/x.json"], "there is no such folder"),
+        (["probe", "--json", "."], "is a folder"),
+        (["probe", "--timeout-s", "nan"], "--timeout-s is nan"),
+        (["probe", "--timeout-s", 0], "--timeout-s is 0"),
         (["probe", "nothing.toml"], "nothing.toml"),
         (["plan"], "--workers is not given"),
         (["plan", "--workers", 2, "--link-gbit-s", 1, "--compute-ms", 1], "no MODEL is given"),
@@ -346,3 +488,79 @@ def test_bad_input_is_one_clear_error(arguments, why):
     assert stderr.startswith("error: ")
     assert why in stderr
     assert stderr.count("\n") == 1
+
+
+# -- models that do what they should not -----------------------------------------------------------------------------
+
+NOISY = """
+import os, sys, torch
+def pair():
+    m = torch.nn.Linear(300, 40)
+    print("from the function")
+    def step():
+        print("from print")
+        sys.__stdout__.write("kept back")
+        os.write(1, b"from the descriptor")
+        os.system("echo from a child")
+        return m(torch.randn(5, 300)).sum()
+    return m, step
+def leaves():
+    return torch.nn.Linear(3, 4), lambda: os._exit(0)
+def differs():
+    m = torch.nn.Linear(3, 4 + int(os.environ["RANK"]))
+    return m, lambda: m(torch.randn(5, 3)).sum()
+"""
+
+
+def started(folder: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "noisy.py").write_text(NOISY)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), **variables}
+    command = [sys.executable, "-m", "onebit.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_model_prints_does_not_get_into_the_json(tmp_path, workers):
+    done = started(tmp_path, "probe", "noisy:pair", "--seconds", 5, "--json", "-", "--workers", workers)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["name"] == "noisy:pair"
+    for words in ("the function", "print", "the descriptor", "a child"):
+        assert f"from {words}" in done.stderr
+
+
+def test_workers_that_leave_without_a_result_are_one_error(tmp_path):
+    done = started(tmp_path, "probe", "noisy:leaves", "--seconds", 5, "--workers", 2)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_workers_with_different_models_are_told_before_anything_is_timed(tmp_path):
+    done = started(tmp_path, "probe", "noisy:differs", "--workers", 2)
+    assert done.returncode == 2
+    assert "models to probe differ between workers: layer 0 is (4, 3) on worker 0 and (5, 3)" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("LOCAL_WORLD_SIZE", "-1"), ("LOCAL_RANK", "0.5")])
+@pytest.mark.parametrize("command", ["probe", "doctor"])
+def test_numbers_of_the_launcher_that_are_none_are_one_error(tmp_path, name, value, command):
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", name: value}
+    done = started(tmp_path, command, MASTER_ADDR="127.0.0.1", MASTER_PORT="1", **variables)
+    assert done.returncode == 2
+    assert f"{name} is {value!r} in the environment" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [probe_command, doctor_command])
+def test_torchrun_hands_on_every_option(command):
+    """torchrun takes an option that begins like several of its own for one of them, and ends."""
+    names = [name for p in get_command(_only(command)).params for name in p.opts if name.startswith("--")]
+    assert len(names) > 5
+    for name in names:
+        assert parse_args(["-m", "onebit.cli", "x", name, "1"]).training_script_args == ["x", name, "1"]
+
+
+def _only(command: Any) -> typer.Typer:
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return app

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onebit.resume import Step, pack_steps, unpack_steps
 from onebit.switch_gain import AFTER, BEFORE, FEWEST, START_UP, Gain, SwitchGain
 
 SECONDS = st.floats(1e-4, 100)
@@ -81,8 +85,73 @@ def gain(before: float, after: float, c0: float | None, c1: float | None, sent: 
     ],
 )
 def test_where_nothing_is_gained_the_reason_is_the_largest_one(found, reason):
-    assert "no faster" in found.sentence
+    assert "within 5%" in found.sentence or "slower" in found.sentence
     assert reason.replace("0.1", "100 ms") in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [(0.0949, "1.05 times as fast"), (0.096, "within 5%, since"), (0.104, "within 5%, since"), (0.106, "slower, 1.06")],
+)
+def test_faster_level_and_slower_have_words_of_their_own(after, words):
+    said = gain(0.1, after, 0.02, 0.02).sentence
+    assert words in said
+    assert sum(word in said for word in ("times as fast", "within", "slower")) == 1
+
+
+def test_steps_without_their_compute_are_left_out_where_others_have_it():
+    """As after a resume from a checkpoint of an older version."""
+    watch = SwitchGain()
+    for _ in range(12):
+        watch.add("warmup", 9.0, 1000)
+    for _ in range(4):
+        watch.add("warmup", 0.2, 1000, 0.15)
+    found = [watch.add("compressed", 0.1, 60, 0.09) for _ in range(AFTER)][-1]
+    assert found is not None
+    assert (found.steps_before, found.before_s, found.before_compute_s) == (4, 0.2, 0.15)
+
+
+def test_with_too_few_known_ones_on_a_side_compute_is_not_told():
+    watch = SwitchGain()
+    for i in range(12):
+        watch.add("warmup", 0.2, 1000, 0.15 if i > 9 else None)
+    found = [watch.add("compressed", 0.1, 60, 0.09) for _ in range(AFTER)][-1]
+    assert found is not None
+    assert (found.before_compute_s, found.after_compute_s, found.steps_before) == (None, None, 9)
+
+
+STEP = st.tuples(SECONDS, st.one_of(st.none(), st.floats(0, 1)))
+
+
+@given(st.lists(STEP, min_size=6, max_size=40), st.lists(STEP, min_size=15, max_size=20))
+def test_forward_and_backward_are_never_longer_than_the_step(before, after):
+    watch = SwitchGain()
+    for stage, steps in (("warmup", before), ("compressed", after)):
+        for seconds, share in steps:
+            watch.add(stage, seconds, 10, None if share is None else share * seconds)
+    assert watch.gain is not None
+    for whole, part in (
+        (watch.gain.before_s, watch.gain.before_compute_s),
+        (watch.gain.after_s, watch.gain.after_compute_s),
+    ):
+        assert part is None or part <= whole
+    assert not re.search(r"(^|[ (])-\d", watch.gain.sentence)
+
+
+def test_too_few_steps_are_said_and_only_where_there_was_a_switch():
+    watch, _ = fed([0.2] * 4, [0.1] * 5)
+    assert watch.finish() is None
+    assert watch.too_few.startswith("too few steps to compare, 1 before it")
+    assert fed([0.2] * 10, [0.1] * AFTER)[0].too_few == ""
+    assert fed([0.2] * 10, [])[0].too_few == ""
+
+
+def test_steps_keep_their_compute_in_a_checkpoint_and_older_ones_have_none():
+    steps = [Step("warmup", torch.tensor(1.0), 0.1, 5, 0.2, 0.15), Step("warmup", torch.tensor(1.0), 0.1, 5, 0.2)]
+    packed = pack_steps(steps)
+    assert [step.compute_s for step in unpack_steps(packed, torch.device("cpu"))] == [0.15, None]
+    del packed["compute_s"]
+    assert [step.compute_s for step in unpack_steps(packed, torch.device("cpu"))] == [None, None]
 
 
 def test_the_mapping_has_what_the_sentence_says():

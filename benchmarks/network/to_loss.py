@@ -8,7 +8,8 @@ at a few learning rates with a seed of its own, once per family of methods (trai
 and each seed. Held-out loss is recorded against steps. The target is what DDP's AdamW of the same seed has reached at
 90 % of its run. Steps to the target times the seconds of a step, of each stage at each rate of compare.py's results,
 are seconds to the target. Results go to benchmarks/results/to-loss-DATE.jsonl, one JSON object per line, and as a
-table to the output. A method that fails is in both with its reason.
+table to the output. Exchanges of the variance of local-variance LAMB are in no row's seconds: compare.py times its
+steps between them. A method that fails is in both with its reason.
 """
 
 from __future__ import annotations
