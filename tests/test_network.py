@@ -326,7 +326,7 @@ class FakeFleet:
         self.measured.append(row)
         if row == "1bit-adam" and FakeFleet.started == 1 and self.measured.count(row) > 2:
             raise RowFailed("worker 1 ended with status 1", usable=False)
-        times = {"seconds": [0.5] * count, "compute": [0.2] * count, "waited": [0.1] * count}
+        times = {"seconds": [0.5] * count, "compute": [0.2] * count, "waited": [0.1] * count, "exchanged": [0.1, 0.0]}
         return [{**times, "payload": 8.0 * count}] * 2
 
 

@@ -43,8 +43,11 @@ def silent() -> Display:
     return Display(Console(), quiet=True)
 
 
+TIMES = ("seconds", "samples_per_s", "milliseconds")
+
+
 def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_s")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -423,3 +426,23 @@ def test_what_is_not_ours_is_never_removed(tmp_path):
     kept.unlink()
     Output(tmp_path / "run").create()
     Output(tmp_path / "run").create()  # in place of the remains of the first
+
+
+def test_overlap_and_two_levels_in_a_recipe(tmp_path: Path) -> None:
+    """Layers are recorded, the bytes of the lane are counted, and the time of a step is split."""
+    plain = {"optimizer__options": {"bucket_elements": 4000}, "train__record_layers": True, "train__workers": 2}
+    both = {**plain, "optimizer__options": {"bucket_elements": 4000, "overlap": True}}
+    for name, settings in (("plain", plain), ("overlap", both)):
+        run_virtual(tiny(**settings), tmp_path / name, silent())
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("overlap", "plain"))
+    assert timeless(ours) == timeless(theirs)
+    split = next(line["milliseconds"] for line in ours if line.get("stage") == "compressed")
+    assert split["compute"] > 0
+    assert split["encode"] > 0
+    assert split["waiting"] > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        run_virtual(tiny(**both, train__two_levels=True), tmp_path / "levels", silent())
+    levels = read_metrics(tmp_path / "levels" / "metrics.jsonl")
+    assert levels[-1]["eval_loss"] == pytest.approx(ours[-1]["eval_loss"], abs=0.2)
+    assert (tmp_path / "levels" / "layers.jsonl").exists()

@@ -268,7 +268,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="at each rate, after one that is not counted")
     parser.add_argument("--block", type=float, default=2.0, help="seconds of a row in a round, at least one step")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds until a row without answer has failed")
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=",".join(ROWS))
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=None, help=",".join(ROWS))
     parser.add_argument(
         "--profile",
         type=lambda text: text.split(","),
@@ -277,6 +277,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=None, help="folder; benchmarks/results")
     args = parser.parse_args(arguments)
+    if args.rows is None:
+        args.rows = [row for row in ROWS if "two-level" not in row or min(args.workers) > 1]
     for row in [*args.rows, *args.profile]:
         if row not in ROWS:
             raise ConfigError(f"row {row!r} is unknown; there are {', '.join(ROWS)}")
