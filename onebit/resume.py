@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +26,9 @@ MAY_CHANGE = (
     *("checkpoint_every", "keep_checkpoints", "async_checkpoints", "restarts"),
 )
 """Keys of [train] that do not decide what is learned, or, as the number of workers, are meant to change."""
+
+
+NOT_KNOWN = -1.0  # for seconds, in files
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def pack_steps(steps: Sequence[Step]) -> dict[str, Any]:
         "payload_bytes": torch.tensor([step.payload_bytes for step in steps], dtype=torch.int64),
         "seconds": torch.tensor([step.seconds for step in steps], dtype=torch.float64),
         "compute_s": torch.tensor(
-            [math.nan if step.compute_s is None else step.compute_s for step in steps], dtype=torch.float64
+            [NOT_KNOWN if step.compute_s is None else step.compute_s for step in steps], dtype=torch.float64
         ),
     }
 
@@ -65,8 +67,8 @@ def unpack_steps(packed: dict[str, Any], device: torch.device) -> list[Step]:
     names = [packed["stages"][i] for i in packed["stage"].tolist()]
     numbers = (packed[key].tolist() for key in ("lr", "payload_bytes", "seconds"))
     losses = packed["loss"].to(device).unbind()
-    held = packed["compute_s"].tolist() if "compute_s" in packed else [math.nan] * len(names)  # not in older ones
-    compute = [None if math.isnan(seconds) else seconds for seconds in held]
+    held = packed["compute_s"].tolist() if "compute_s" in packed else [NOT_KNOWN] * len(names)  # not in older ones
+    compute = [None if seconds < 0 else seconds for seconds in held]
     return [Step(*values) for values in zip(names, losses, *numbers, compute, strict=True)]
 
 

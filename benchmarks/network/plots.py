@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from benchmarks.network.rows import METHODS, ROWS
+from benchmarks.network.run import rate
 from benchmarks.network.tables import methods
 from benchmarks.network.times import read_rows, seconds_to
 from onebit.errors import ConfigError, OnebitError
@@ -73,8 +74,8 @@ def steps_figure(rows: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(3.0 * len(rates) + 1.6, 0.26 * len(names) + 1.5), layout="constrained")
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     labels: dict[str, Any] = {}
-    for panel, rate in zip(panels, rates, strict=True):
-        here = {row["row"]: row for row in rows if row["mbit"] == rate}
+    for panel, mbit in zip(panels, rates, strict=True):
+        here = {row["row"]: row for row in rows if row["mbit"] == mbit}
         alone = here.get("compute", {})
         longest = max((row["step_s"][1] for row in here.values() if "failed" not in row), default=1.0)
         for at, name in enumerate(names):
@@ -88,7 +89,7 @@ def steps_figure(rows: Sequence[Record]) -> Figure:
                 labels.setdefault(label, bars[0])
                 left += seconds
             panel.text(1e3 * (left + 0.015 * longest), at, f"{1e3 * left:.0f}", va="center", fontsize=7)
-        panel.set(title=rated(rate), xlabel="ms per step", xlim=(0, 1.17e3 * longest))
+        panel.set(title=rated(mbit), xlabel="ms per step", xlim=(0, 1.17e3 * longest))
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
@@ -110,9 +111,9 @@ def speed_up_figure(rows: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(8, 0.3 * len(names) + 1.5), layout="constrained")
     axes = figure.add_subplot()
     rates = list(dict.fromkeys(record["mbit"] for record in found))
-    for mark, colour, rate in zip("osD^v<>", ("#1b4f8a", "#3f8fc5", "#e08a3c", "#b03a2e") * 2, rates, strict=False):
-        here = [(r["speed_up_end_to_end"], names.index(r["method"])) for r in found if r["mbit"] == rate]
-        axes.plot(*zip(*here, strict=True), mark, color=colour, label=rated(rate), alpha=0.85)
+    for mark, colour, mbit in zip("osD^v<>", ("#1b4f8a", "#3f8fc5", "#e08a3c", "#b03a2e") * 2, rates, strict=False):
+        here = [(r["speed_up_end_to_end"], names.index(r["method"])) for r in found if r["mbit"] == mbit]
+        axes.plot(*zip(*here, strict=True), mark, color=colour, label=rated(mbit), alpha=0.85)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     low, high = (f(record["speed_up_end_to_end"] for record in found) for f in (min, max))
@@ -144,8 +145,8 @@ def loss_figure(records: Sequence[Record]) -> Figure:
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     lowest: list[float] = []
     lines: dict[str, Any] = {}
-    for panel, rate in zip(panels, rates, strict=True):
-        here = {drawn(record): record for record in timed if record["mbit"] == rate}
+    for panel, mbit in zip(panels, rates, strict=True):
+        here = {drawn(record): record for record in timed if record["mbit"] == mbit}
         for which, (label, colour, dash) in DRAWN.items():
             if which not in here:
                 continue
@@ -158,7 +159,7 @@ def loss_figure(records: Sequence[Record]) -> Figure:
             lowest.append(min(loss for _, loss in curve))
         for loss in targets.values():
             panel.axhline(loss, color="black", linewidth=0.8, linestyle=":")
-        panel.set(title=rated(rate), xlabel="seconds", xscale="log")
+        panel.set(title=rated(mbit), xlabel="seconds", xscale="log")
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
@@ -191,6 +192,23 @@ def save(figure: Figure, path: Path) -> None:
     path.write_text(re.sub(r"(\.\d{3})\d+", r"\1", re.sub(r"\n\s+", "\n", text)))
 
 
+def drawn_at(rates: Sequence[float | None] | None, records: Sequence[Record]) -> list[Record]:
+    """The records of these rates, None for all, in the order of the rates; and those of no rate.
+
+    Raises:
+        ConfigError: one of the rates has no record.
+    """
+    if rates is None:
+        return list(records)
+    found = [record for record in records if "mbit" not in record]
+    for mbit in rates:
+        here = [record for record in records if "mbit" in record and record["mbit"] == mbit]
+        if not here:
+            raise ConfigError(f"nothing was measured at {rated(mbit)}; name other rates with --mbit")
+        found += here
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", type=Path, nargs="*", help="results of compare.py")
@@ -198,6 +216,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="per host")
     parser.add_argument("--model", default="base")
+    parser.add_argument(
+        "--mbit",
+        type=lambda text: [rate(part) for part in text.split(",")],
+        default=None,
+        help="rates that are drawn, with commas between them; all",
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder; docs/figures")
     args = parser.parse_args(arguments)
     try:
@@ -208,10 +232,11 @@ def main(arguments: list[str] | None = None) -> int:
                 raise ConfigError(f"{path} is no file; give JSON lines of compare.py or to_loss.py")
         figures = {}
         if args.network:
-            rows = read_rows(args.network, args.hosts, args.workers, args.model)
+            rows = drawn_at(args.mbit, read_rows(args.network, args.hosts, args.workers, args.model))
             figures = {"network-steps": steps_figure(rows), "network-end-to-end": speed_up_figure(rows)}
         if args.to_loss:
-            figures["loss-seconds"] = loss_figure(list(map(json.loads, args.to_loss.read_text().splitlines())))
+            records = list(map(json.loads, args.to_loss.read_text().splitlines()))
+            figures["loss-seconds"] = loss_figure(drawn_at(args.mbit, records))
         args.out.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
             save(figure, args.out / f"{name}.svg")
