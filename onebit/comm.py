@@ -14,6 +14,7 @@ Control messages (all_gather_bytes) are not payload and are not counted.
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,6 +33,9 @@ T = TypeVar("T")
 PIECE_BYTES = 2**19
 WHOLE_BYTES = 2 * PIECE_BYTES
 """Longer messages travel in pieces over Gloo, which does not fill a link with a single one (docs/performance.md)."""
+
+
+POLL_S = 1e-4
 
 
 class Pending:
@@ -167,6 +171,10 @@ class Distributed(Comm):
         ConfigError: torch.distributed is not initialised, or this process is not in the group.
     """
 
+    _polls = False
+    """Whether a thread waits with Python's sleep instead of in Gloo. One that still waits when the interpreter ends would
+    wake up in C++, where it cannot be ended, and take the process with it."""
+
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
@@ -196,7 +204,9 @@ class Distributed(Comm):
         return self._size
 
     def beside(self) -> Distributed:
-        return Distributed(self._new_group(dist.get_backend(self._group)))
+        made = Distributed(self._new_group(dist.get_backend(self._group)))
+        made._polls = made.backend == "gloo"
+        return made
 
     def control(self) -> Distributed:
         return Distributed(self._new_group("gloo"))
@@ -272,11 +282,16 @@ class Distributed(Comm):
         return Pending(received, finish)
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        self._run(lambda: dist.all_reduce(tensor, group=self._group))
+        self._wait(self._run(lambda: dist.all_reduce(tensor, group=self._group, async_op=True)))
 
     def _start(self, received: Tensor, begin: Callable[[], Any]) -> Pending:
         work = self._run(begin)
-        return Pending(received, lambda: self._run(work.wait))
+        return Pending(received, lambda: self._wait(work))
+
+    def _wait(self, work: Any) -> None:
+        while self._polls and not work.is_completed():
+            time.sleep(POLL_S)
+        self._run(work.wait)
 
     def _run(self, call: Callable[[], T]) -> T:
         try:

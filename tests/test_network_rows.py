@@ -372,7 +372,7 @@ def test_figures_come_out_small_and_with_what_failed(tmp_path):
         text = path.read_text()
         assert text.startswith("<?xml")
         assert text.rstrip().endswith("</svg>")
-        assert 5_000 < len(text) < 150_000
+        assert 5_000 < len(text) < 200_000
     texts = [text.get_text() for panel in plots.steps_figure(rows).axes for text in panel.texts]
     assert texts.count("failed") == 1
     assert len(texts) == len(rows)
