@@ -172,8 +172,8 @@ class Distributed(Comm):
     """
 
     _polls = False
-    """Whether a thread waits with Python's sleep instead of in Gloo. One that still waits when the interpreter ends would
-    wake up in C++, where it cannot be ended, and take the process with it."""
+    """Whether a thread waits with Python's sleep instead of in Gloo. One that still waits when the interpreter ends
+    would wake up in C++, where it cannot be ended, and take the process with it."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
