@@ -278,8 +278,8 @@ class OneBitOptimizer(TwoStages):
             self._note_asleep(exchange.alive)
         hypers = self._hypers()
         rates = self._rates(hypers)
-        steps = [self._bucket_step(codec, hypers) for codec in exchange.codecs]
-        means = self._means_of_buckets(self._compressed_start(exchange, hypers))
+        steps = self._bucket_steps(exchange, hypers)
+        means = self._means_of_buckets(self._compressed_start(exchange, steps, rates))
         gathered = [mean.gather() for mean in means]
         counts, keep = self._verdict(self._agreed([mean.usable for mean in means]), self._may_defer())
         if not counts:
@@ -296,14 +296,14 @@ class OneBitOptimizer(TwoStages):
         if self._watch is not None:
             self._look_out(float(chosen(keep, _norm(exchange, gathered), math.nan)))
 
-    def _bucket_step(self, codec: BucketCodec, hypers: Hypers) -> BucketStep:
-        return BucketStep(codec, hypers, self._layer_scale(codec.bucket), self._steps + 1)
+    def _bucket_steps(self, exchange: OneBitExchange, hypers: Hypers) -> list[BucketStep]:
+        number = self._steps + 1
+        return [BucketStep(codec, hypers, self._layer_scale(codec.bucket), number) for codec in exchange.codecs]
 
-    def _compressed_start(self, exchange: OneBitExchange, hypers: Hypers) -> Start:
-        """The worker's part: how the mean of a bucket begins."""
-        factor, backend, momentum = self._error_factor(self._rates(hypers)), self._backend, list(self._momentum)
+    def _compressed_start(self, exchange: OneBitExchange, steps: Sequence[BucketStep], rates: Tensor) -> Start:
+        """The worker's part: how the mean of a bucket begins. `rates`: lr of each layer."""
+        factor, backend, momentum = self._error_factor(rates), self._backend, list(self._momentum)
         mask = self._mask if self._holds else None
-        steps = [self._bucket_step(codec, hypers) for codec in exchange.codecs]
 
         def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> BucketMean:
             i, held = bucket.index, None if mask is None else mask[bucket.packed_slice]
@@ -312,14 +312,14 @@ class OneBitOptimizer(TwoStages):
 
         return start
 
-    def _carrier(self) -> Any:
-        return super()._carrier() if self._exchange is None else self._exchange
-
     def _coming_start(self) -> Start | None:
         if self._exchange is None:
             return super()._coming_start()
         self._settle()
-        return None if self._exchange.wake_wanted else self._compressed_start(self._exchange, self._hypers())
+        if self._exchange.wake_wanted:
+            return None
+        hypers = self._hypers()
+        return self._compressed_start(self._exchange, self._bucket_steps(self._exchange, hypers), self._rates(hypers))
 
     def _note_wishes(self, exchange: OneBitExchange, headers: list[Tensor], keep: Tensor | None) -> None:
         """Remember whether a dead element asks to wake; with the verdict, where that is still on the device."""

@@ -180,7 +180,9 @@ class Exchange(Generic[C]):
             comm: another group of the same workers (`Comm.beside`) to send it through; None: the exchange's own.
         """
         source = TensorSource(source) if isinstance(source, Tensor) else source
-        comm = self.comm if comm is None else comm
+        return self._begin(bucket, source, error_factor, self.comm if comm is None else comm)
+
+    def _begin(self, bucket: Bucket, source: Source, error_factor: Tensor | None, comm: Comm) -> BucketMean:
         return BucketMean(self, bucket, source, error_factor, comm, comm.clock)
 
     def note_headers(self, headers: list[Tensor]) -> None:

@@ -176,6 +176,8 @@ class StepGradients(OverlappedSteps):
         return None if self._averaged is None else self._averaging_start()
 
     def _carrier(self) -> Any:
+        if self._exchange is not None:
+            return self._exchange
         if self._transport in BITS:
             return None if self._quantised is None else self._quantised.exchange
         return self._transport

@@ -192,8 +192,8 @@ class LocalVariance(FlatOptimizer):
 
     def _compressed_step(self, exchange: OneBitExchange) -> None:
         hypers, corrected = self._hypers(), self._corrected()
-        steps = [BucketStep(codec, corrected, None, self._steps + 1) for codec in exchange.codecs]
-        means = self._means_of_buckets(self._compressed_start(exchange, corrected))
+        steps = self._bucket_steps(exchange, corrected)
+        means = self._means_of_buckets(self._compressed_start(exchange, steps))
         gathered = [mean.gather() for mean in means]
         counts, keep = self._verdict([mean.usable for mean in means], self._may_defer())
         if not counts:
@@ -224,10 +224,12 @@ class LocalVariance(FlatOptimizer):
         """What the directions of a bucket's layers are multiplied by, [layers of the bucket]; `rates`: lr of each."""
         return rates if self._awake is None else torch.where(self._awake[step.codec.bucket.layer_slice], rates, 0.0)
 
-    def _compressed_start(self, exchange: OneBitExchange, corrected: Hypers) -> Start:
+    def _bucket_steps(self, exchange: OneBitExchange, corrected: Hypers) -> list[BucketStep]:
+        return [BucketStep(codec, corrected, None, self._steps + 1) for codec in exchange.codecs]
+
+    def _compressed_start(self, exchange: OneBitExchange, steps: Sequence[BucketStep]) -> Start:
         """The worker's part, (1 - beta1) g / d + beta1 z: how the mean of a bucket begins."""
         backend, momentum, like, d = self._backend, list(self._momentum), self._x[0], self._flat["denominator"]
-        steps = [BucketStep(codec, corrected, None, self._steps + 1) for codec in exchange.codecs]
 
         def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> BucketMean:
             g = flat_gradient(backend, bucket, grads, like).div_(d[bucket.slice])
@@ -238,14 +240,11 @@ class LocalVariance(FlatOptimizer):
 
         return start
 
-    def _carrier(self) -> Any:
-        return super()._carrier() if self._exchange is None else self._exchange
-
     def _coming_start(self) -> Start | None:
         if self._exchange is None:
             return super()._coming_start()
         self._settle()
-        return self._compressed_start(self._exchange, self._corrected())
+        return self._compressed_start(self._exchange, self._bucket_steps(self._exchange, self._corrected()))
 
     def _corrected(self) -> Hypers:
         """The same for a direction z: (z / w + weight_decay x) lr is (z + weight_decay w x) lr / w.

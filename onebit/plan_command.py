@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +18,7 @@ from onebit.plan_figures import draw_map, draw_plan
 from onebit.plan_report import as_mapping, recipe_text, say, show
 from onebit.planner import plan
 from onebit.planner_inputs import Model, Network, Number, Range, Run, Setup, Shapes, Work, likely, transformer_shapes
+from onebit.probe import made_by
 from onebit.probe_file import SAME_MODEL, Probed, read_probe
 from onebit.together import stdout_kept_clean
 
@@ -268,18 +267,8 @@ def model_shapes(text: str) -> Shapes:
 
 def _called(text: str) -> Any:
     """What MODULE:FUNCTION returns, without memory for its weights. What it prints goes to stderr."""
-    module, _, name = text.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        with torch.device("meta"), stdout_kept_clean():
-            return getattr(importlib.import_module(module), name)()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"the model {text!r} cannot be built: {type(error).__name__}: {error}; MODULE:FUNCTION must name a "
-            "function without arguments that can be imported from here"
-        ) from error
-    finally:
-        sys.path.pop(0)
+    with stdout_kept_clean():
+        return made_by(text, torch.device("meta"))
 
 
 def _configured(text: str) -> Any:

@@ -85,12 +85,17 @@ def subject_of(text: str | None, micro_batch: int | None, device: torch.device) 
     return Subject(text or "the built-in recipe", model, lambda: masked_loss(model, inputs, labels), size)
 
 
-def _called(text: str, micro_batch: int, device: torch.device) -> Subject:
+def made_by(text: str, device: torch.device) -> Any:
+    """What MODULE:FUNCTION returns, with its tensors on a device. What it prints goes to stderr.
+
+    Raises:
+        ConfigError: it cannot be imported or called.
+    """
     module, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         with torch.device(device), redirect_stdout(sys.stderr):
-            made = getattr(importlib.import_module(module), name)()
+            return getattr(importlib.import_module(module), name)()
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the model {text!r} cannot be built: {type(error).__name__}: {error}; MODULE:FUNCTION must name a "
@@ -98,6 +103,10 @@ def _called(text: str, micro_batch: int, device: torch.device) -> Subject:
         ) from error
     finally:
         sys.path.pop(0)
+
+
+def _called(text: str, micro_batch: int, device: torch.device) -> Subject:
+    made = made_by(text, device)
     pair = made if isinstance(made, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], nn.Module) or not callable(pair[1]):
         raise ConfigError(

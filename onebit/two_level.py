@@ -361,17 +361,9 @@ class TwoLevelExchange(Exchange[C]):
         part = self.parts[bucket.index]
         return part.part(data), part.part(scales.flatten()).view(-1, scales.shape[1])
 
-    def start(
-        self,
-        bucket: Bucket,
-        source: Source | Tensor,
-        error_factor: Tensor | None = None,
-        comm: Comm | None = None,
-    ) -> BucketMean:
-        source = TensorSource(source) if isinstance(source, Tensor) else source
-        levels = self.comm if comm is None else comm
-        assert isinstance(levels, TwoLevel)
-        return _TwoLevelMean(self, bucket, source, error_factor, levels)
+    def _begin(self, bucket: Bucket, source: Source, error_factor: Tensor | None, comm: Comm) -> BucketMean:
+        assert isinstance(comm, TwoLevel)
+        return _TwoLevelMean(self, bucket, source, error_factor, comm)
 
     def _any(self, flags: Tensor) -> Tensor:
         """Logical or of bool [part of a bucket] over the workers of this place; that of all places, bool [bucket]."""
