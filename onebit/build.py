@@ -88,7 +88,8 @@ def build_optimizer(recipe: Recipe, model: Any, comm: Comm) -> tuple[torch.optim
     settings = {"lr": recipe.lr, "comm": comm, "freeze_step": recipe.freeze_rule, "total_steps": recipe.train.steps}
     settings["warmup_steps"] = recipe.freeze_rule
     settings |= {"transport": recipe.transport, "warmup_transport": recipe.transport}
-    settings |= {name: getattr(chosen, name) for name in PASSED_ON}
+    given = {name: getattr(chosen, name) for name in PASSED_ON}
+    settings |= {name: value for name, value in given.items() if value is not None}
     settings |= onebit.PAPER if chosen.preset == "paper" else {}
     if chosen.name == "lamb-basic-1bit":
         settings["ratio"] = "fixed"

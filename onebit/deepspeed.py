@@ -14,7 +14,7 @@ import torch
 from onebit.deepspeed_state import GROUP_KEYS, KEYS, Layer, is_frozen, kind_of, read_layers, unwrap
 from onebit.errors import ConfigError
 from onebit.onebit_adam import OneBitAdam
-from onebit.onebit_lamb import OneBitLamb
+from onebit.onebit_lamb import PAPER_FACTOR_MAX, OneBitLamb
 from onebit.sharding import is_sharded
 
 log = logging.getLogger("onebit")
@@ -34,8 +34,8 @@ def settings_from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
             "type" and "params".
 
     Returns:
-        Those that are given, since both have the same defaults; and always `freeze_step`, one less than DeepSpeed's (by
-        default 100000), which counts its dry first step.
+        Those that are given; and always what has another default here: `freeze_step`, one less than DeepSpeed's (by
+        default 100000), which counts its dry first step, and for OnebitLamb `factor_max`, by default 4.0.
 
     Raises:
         ConfigError: it asks for another optimizer, has a setting that neither knows, or freeze_step is no whole number.
@@ -64,6 +64,8 @@ def settings_from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     step = settings.get("freeze_step", 100000)
     if not isinstance(step, int) or isinstance(step, bool):
         raise ConfigError(f"freeze_step is {step!r} in the configuration; it must be a whole number of steps")
+    if kind == "OnebitLamb":
+        settings.setdefault("factor_max", PAPER_FACTOR_MAX)
     return {**settings, "freeze_step": max(1, step - 1)}
 
 
@@ -215,6 +217,18 @@ def _enter_compressed(optimizer: OneBitLamb | OneBitAdam, layers: Sequence[Layer
         state["fresh_variance"].copy_(layer.fresh.to(v) + added)
         state["ratio"].fill_(layer.factor)
         state["coeff"].fill_(layer.factor * layer.coeff)
+    if isinstance(optimizer, OneBitLamb):
+        _say_what_falls(layers, optimizer._ratio_rule.factor_max)
+
+
+def _say_what_falls(layers: Sequence[Layer], largest: float) -> None:
+    beyond = sum(layer.factor is not None and layer.factor > largest for layer in layers)
+    if beyond:
+        log.warning(
+            "%d of %d layers had a factor above factor_max, which is %g here, and fall to it at the next step; give "
+            "factor_max=%g, DeepSpeed's default, to go on as there",
+            *(beyond, len(layers), largest, PAPER_FACTOR_MAX),
+        )
 
 
 def _set_weights(optimizer: OneBitLamb | OneBitAdam, layers: Sequence[Layer]) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 Ratio = Literal["sqrt", "variance", "momentum", "fixed"]
+PAPER_FACTOR_MAX = 4.0
 
 
 class OneBitLamb(LayerwiseRate, OneBitOptimizer):
@@ -48,7 +49,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         total_steps: updates of the whole run, where it is known.
         guard: `onebit.SwitchGuard(...)` may postpone the switch, or go back to the warm-up stage after it; None: never.
         coeff_beta: decay of the average of c in the warm-up, [0, 1).
-        factor_min, factor_max: hard bounds of the ratio, 0 < min <= max.
+        factor_min, factor_max: hard bounds of the ratio, 0 < min <= max. factor_max=None: 2.0, which bears higher
+            learning rates (DEV-22); with the authors' codec, scale="bucket", 4.0, as released.
         factor_threshold: soft bound, the largest relative change of the ratio in a step, > 0; inf: none.
         codec: how momentum is sent, `onebit.OneBit(...)`.
         ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), "momentum" (its norm at the
@@ -90,7 +92,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         max_coeff: float = 10.0,
         coeff_beta: float = 0.9,
         factor_min: float = 0.5,
-        factor_max: float = 4.0,
+        factor_max: float | None = None,
         factor_threshold: float = 0.1,
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
@@ -108,13 +110,15 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         guard: SwitchGuard | None = None,
         overlap: bool = False,
     ) -> None:
-        if not 0 < factor_min <= factor_max:
-            raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
         if not factor_threshold > 0:
             raise ConfigError(f"factor_threshold is {factor_threshold}; it must be above 0 (inf: no soft bound)")
         check_in("coeff_bias_correction", coeff_bias_correction, (None, True, False))
         codec = OneBit() if codec is None else codec
         shared = check_kind("codec", codec, OneBit).scale == "bucket"
+        if factor_max is None:
+            factor_max = PAPER_FACTOR_MAX if shared else 2.0
+        if not 0 < factor_min <= factor_max:
+            raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)
         scaled = shared if momentum_scales is None else momentum_scales
         check_in("error_feedback", error_feedback, ("unscaled", "scaled", "none"))

@@ -100,6 +100,7 @@ class OptimizerSection(_Section):
     `warmup_transport`: "auto" is "int4" for those with a local variance, else "bf16".
     `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule. The
     warm-up's length where the variance is local. Left out: 0.17 of the run, 0.05 where the variance is local.
+    `factor_max`: left out, what the optimizer takes by itself.
     `label`: what the run is called; empty: as the optimizer is. Choosing a variant sets it to the variant's name.
     """
 
@@ -116,7 +117,7 @@ class OptimizerSection(_Section):
     options: dict[str, Any] = Field(default_factory=dict)
     coeff_beta: Beta = 0.9
     factor_min: Positive = 0.5
-    factor_max: Positive = 4.0
+    factor_max: Positive | None = None
     factor_threshold: Fraction = 0.1
     min_coeff: NotNegative = 0.01
     max_coeff: Positive = 10.0
@@ -416,7 +417,7 @@ def _check(recipe: Recipe) -> None:
             f"optimizer.min_coeff is {opt.min_coeff:g}; it must not exceed max_coeff, {opt.max_coeff:g}; "
             "change one of them"
         )
-    if opt.factor_min > opt.factor_max:
+    if opt.factor_max is not None and opt.factor_min > opt.factor_max:
         raise ConfigError(
             f"optimizer.factor_min is {opt.factor_min:g}; it must not exceed factor_max, which is "
             f"{opt.factor_max:g}; change one of them"

@@ -460,6 +460,7 @@ def test_a_configuration_becomes_our_arguments(caplog):
     assert "not taken over: cuda_aware, comm_backend_name, bias_correction" in caplog.text
     onebit.OneBitLamb([nn.Parameter(torch.ones(1))], **found)
     assert settings_from_deepspeed({"type": "onebitadam"}) == {"freeze_step": 99999}
+    assert settings_from_deepspeed({"type": "onebitlamb"}) == {"freeze_step": 99999, "factor_max": 4.0}
     assert settings_from_deepspeed({"type": "OneBitAdam", "params": {"freeze_step": 1}}) == {"freeze_step": 1}
 
 

@@ -609,6 +609,22 @@ def test_non_contiguous_parameters_are_updated_in_place():
     assert torch.equal(p, q)
 
 
+def test_the_ratio_is_bounded_by_two_or_as_released_where_the_codec_is():
+    """Layers' gradients fade after the switch, so that every ratio climbs to its bound (DEV-22)."""
+    for settings, bound in [
+        ({}, 2.0),
+        (onebit.PAPER, 4.0),
+        ({"factor_max": 1.5}, 1.5),
+        ({**onebit.PAPER, "factor_max": 3.0}, 3.0),
+    ]:
+        weight = torch.nn.Parameter(torch.ones(64))
+        optimizer = onebit.OneBitLamb([weight], lr=1e-4, freeze_step=3, betas=(0.9, 0.5), **settings)
+        for step in range(60):
+            weight.grad = torch.ones(64) * 0.9**step
+            optimizer.step()
+        assert optimizer.stats()["ratios"] == pytest.approx({next(iter(optimizer.stats()["ratios"])): bound})
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
