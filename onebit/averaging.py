@@ -94,7 +94,7 @@ class QuantisedMean:
     def take(self, means: Sequence[BucketMean], out: Tensor) -> None:
         """Write the means of all buckets, started and served, into `out`, [layout.numel]. Then `commit`, or nothing."""
         for mean in means:
-            out[mean.bucket.slice] = mean.wait()
+            mean.wait(out[mean.bucket.slice])
         self._under_way = list(means)
 
     def commit(self, keep: Tensor | None) -> None:

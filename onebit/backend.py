@@ -143,6 +143,9 @@ class Backend(Protocol):
     def apply(self, step: BucketStep, x: Sequence[Tensor], now: Momentum, v_frozen: Tensor, step_size: Tensor) -> None:
         """x -= step_size * (m / (sqrt(v_frozen) + eps) + weight_decay * x), in place."""
 
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of each, float64 [tensors]."""
+
 
 class TorchBackend:
     """The contract in plain torch, for any device and both float32 and float64."""
@@ -234,6 +237,9 @@ class TorchBackend:
         for run, here, layers in self._parts(step.codec.bucket):
             u, _ = lamb.direction(x[layers], m[here], v_frozen[here].to(self._dtype), run, step.hypers.of(run))
             lamb.update(x[layers], chosen(step.keep, u, 0.0), chosen(step.keep, step_size[layers], 0.0), run)
+
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
 
     def _parts(self, bucket: Bucket) -> list[tuple[Run, slice, slice]]:
         """The runs of a bucket, with where each lies in the bucket's elements and in its layers."""

@@ -74,6 +74,10 @@ class ChunkCodec(ABC):
         """uint8 [workers, message_bytes], one message per chunk in order -> [bucket]."""
         return torch.cat([self.decode_chunk(message, chunk) for chunk, message in enumerate(messages)])
 
+    def decode_into(self, messages: Tensor, out: Tensor) -> Tensor:
+        """`decode` into `out`, [bucket], which is returned: a large new tensor costs as much as filling it."""
+        return out.copy_(self.decode(messages))
+
     def all_scales(self, messages: Tensor) -> Tensor:
         """The scales of one message per chunk, in order: [blocks of the bucket]."""
         return torch.cat([self.scales(message, chunk) for chunk, message in enumerate(messages)])

@@ -33,7 +33,7 @@ from onebit.codec import BucketCodec, OneBit
 from onebit.comm import Comm, Pending
 from onebit.kernels import pack_bits, unpack_bits
 from onebit.kernels.compact import Int8
-from onebit.layout import Bucket, FlatLayout
+from onebit.layout import Bucket, FlatLayout, Run
 
 ROOM = 64.0
 """How far the square of a scale must stay from overflow: the rebuilt gradient is a momentum over 1 - beta1, squared."""
@@ -282,26 +282,39 @@ class TensorSource:
         self._complete = True
 
 
-class LateSource:
-    """A source that is built anew at each use, so that its values need not be kept in between.
+class GradientSource:
+    """Gradients that stay where they are and are gathered where they are needed, so that nothing is kept in between.
 
     Args:
-        make: gives a source that nobody else uses, equal each time.
+        bucket, grads: one gradient per layer, None for zero; they must not change before `commit`.
+        gather: fills a flat buffer, [bucket], with them.
+        spare: [bucket], free until the mean is decoded.
     """
 
-    def __init__(self, make: Callable[[], Source]) -> None:
-        self._make = make
+    def __init__(
+        self, bucket: Bucket, grads: Sequence[Tensor | None], gather: Callable[[Tensor], None], spare: Tensor
+    ) -> None:
+        self._bucket, self._grads, self._gather, self._spare = bucket, grads, gather, spare
 
     def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
-        return self._make().encode(codec, error, error_factor)
+        self._gather(self._spare)
+        return TensorSource(self._spare).encode(codec, error, error_factor)
 
     def commit(
         self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None, sent: Tensor, keep: Tensor | None
     ) -> None:
-        self._make().commit(codec, error, error_factor, sent, keep)
+        if keep is not None or error_factor is not None or not isinstance(error, Tensor) or codec.alive is not None:
+            TensorSource(self.values(codec)).commit(codec, error, error_factor, sent, keep)
+            return
+        for view, grad in zip(Run(self._bucket.layers).views(error), self._grads, strict=True):
+            if grad is not None:
+                view += grad
+        codec.subtract(error, sent)
 
     def values(self, codec: ChunkCodec) -> Tensor:
-        return self._make().values(codec)
+        flat = torch.empty_like(self._spare)
+        self._gather(flat)
+        return flat
 
 
 class BucketMean:
@@ -361,9 +374,10 @@ class BucketMean:
         with self._clock("wire"):
             return self._pending.wait()
 
-    def wait(self) -> Tensor:
-        """`gather`, decoded: the mean, [bucket]."""
-        return self._codec.decode(self.gather())
+    def wait(self, out: Tensor | None = None) -> Tensor:
+        """`gather`, decoded: the mean, [bucket], written to `out` if that is given."""
+        gathered = self.gather()
+        return self._codec.decode(gathered) if out is None else self._codec.decode_into(gathered, out)
 
     def commit(self, keep: Tensor | None = None) -> None:
         """Keep what was not sent as the new errors. Call it when all buckets of the step were finite.

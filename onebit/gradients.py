@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from onebit.clipping import NormEstimate, scale_gradients, sum_of_squares
 from onebit.comm import Comm
 from onebit.deferred import send
 from onebit.errors import ConfigError
-from onebit.exchange import LateSource, TensorSource
+from onebit.exchange import GradientSource
 from onebit.flat import Stage
 from onebit.lane import Mean
 from onebit.layout import Bucket
@@ -155,11 +156,13 @@ class StepGradients(OverlappedSteps):
             held = self._quantised = self._quantised or self._start_quantised()
 
             def start_integers(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> Mean:
-                def gathered() -> TensorSource:
-                    return TensorSource(flat_gradient(backend, bucket, grads, like))
-
-                source = gathered() if overwritten else LateSource(gathered)
-                return held.exchange.start(bucket, source, None, comm)
+                if overwritten:
+                    return held.exchange.start(bucket, flat_gradient(backend, bucket, grads, like), None, comm)
+                assert whole is not None
+                gather = partial(backend.gather, bucket, grads)
+                return held.exchange.start(
+                    bucket, GradientSource(bucket, grads, gather, whole[bucket.slice]), None, comm
+                )
 
             return start_integers
 

@@ -103,10 +103,13 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
         direction = codec.layer_norms(now.messages, now.mask)
         x_norms, updates = [], []
         decays = any(step.hypers.of(run).weight_decay for run, _ in self._layout.runs_in(codec.bucket))
-        numbers = codec.decode(now.messages) if decays else None
+        spare = None if self._spare is None else self._spare[codec.bucket.slice]  # this bucket's errors are committed
+        numbers = None
+        if decays:
+            numbers = codec.decode(now.messages) if spare is None else codec.decode_into(now.messages, spare)
         for run, here in self._layout.runs_in(codec.bucket):
             x = params[run.layer_slice]
-            x_norms.append(run.norms(x))
+            x_norms.append(self._backend.norms(x))
             hyper = step.hypers.of(run)
             if numbers is None or not hyper.weight_decay:
                 first = run.first - codec.bucket.layers[0].index
@@ -114,5 +117,5 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
                 continue
             u = numbers[here]
             run.add_scaled(u, x, hyper.weight_decay)
-            updates.append(run.norms(u))
+            updates.append(self._backend.norms(run.views(u)))
         return lamb.Norms(torch.cat(x_norms), direction, torch.cat(updates))

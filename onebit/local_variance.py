@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onebit import lamb
 from onebit.averaging import Transport
-from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded, flat_gradient
+from onebit.backend import BucketStep, Hypers, Momentum, chosen, decoded
 from onebit.checks import as_updates, check_floor, check_kind, check_whole
 from onebit.codec import OneBit
 from onebit.comm import Comm
@@ -112,6 +112,7 @@ class LocalVariance(FlatOptimizer):
     takes_masks = False
     needs_own_gradients = True
 
+    _spare: Tensor | None = None  # [layout.numel], the worker's input over d, then what else a step needs
     _awake: Tensor | None = None  # which layers have elements that take part, bool [layers]; None: all
     _smooth = False
     """Whether v_i is of gradients averaged over about n steps, whose squares are as large as those of the mean."""
@@ -231,8 +232,12 @@ class LocalVariance(FlatOptimizer):
         """The worker's part, (1 - beta1) g / d + beta1 z: how the mean of a bucket begins."""
         backend, momentum, like, d = self._backend, list(self._momentum), self._x[0], self._flat["denominator"]
 
+        spare = self._spare
+
         def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> BucketMean:
-            g = flat_gradient(backend, bucket, grads, like).div_(d[bucket.slice])
+            g = like.new_empty(bucket.numel) if spare is None else spare[bucket.slice]
+            backend.gather(bucket, grads, g)
+            g.div_(d[bucket.slice])
             views = Run(bucket.layers).views(g)
             return exchange.start(
                 bucket, backend.source(steps[bucket.index], views, momentum[bucket.index], None), None, comm
@@ -268,7 +273,17 @@ class LocalVariance(FlatOptimizer):
     def _follow(self, bucket: Bucket, grads: Sequence[Tensor | None], hypers: Hypers, keep: Tensor | None) -> None:
         """Let this worker's own variance follow its gradients."""
         assert self._layout is not None
-        g, own = self._gathered(bucket, grads), self._own[bucket.slice]
+        own = self._own[bucket.slice]
+        if keep is None and self._smoothed is None:  # where they lie, without large new tensors
+            layers = [(run, hypers.of(run).beta2) for run, _ in self._layout.runs_in(bucket)]
+            views, beta2s = Run(bucket.layers).views(own), [beta2 for run, beta2 in layers for _ in run.layers]
+            for v, grad, beta2 in zip(views, grads, beta2s, strict=True):
+                v *= beta2
+                if grad is not None:
+                    g = grad.to(v.dtype)
+                    v.addcmul_(g, g, value=1 - beta2).clamp_(max=LARGEST)
+            return
+        g = self._gathered(bucket, grads)
         if self._smoothed is not None:
             smooth, beta = self._smoothed[bucket.slice], (self.comm.size - 1) / (self.comm.size + 1)
             new = smooth * beta + g * (1 - beta)
@@ -352,7 +367,7 @@ class LocalVariance(FlatOptimizer):
     def _allocate(self) -> None:
         super()._allocate()
         assert self._layout is not None
-        self._exchange = None
+        self._exchange = self._spare = None
         self._own = self._layout.zeros(self._dtype, self._device)
         self._smoothed = torch.zeros_like(self._own) if self._smooth else None
 
@@ -365,6 +380,8 @@ class LocalVariance(FlatOptimizer):
         codecs = [self._backend.codec(bucket, self._how.codec) for bucket in self._layout.buckets]
         self._exchange = build_exchange(self._layout, self.comm, self._dtype, self._device, codecs)
         kept = torch.bfloat16 if self._dtype is torch.float32 else self._dtype
+        if self._device.type == "cpu":  # kept: fresh pages cost as much as filling them
+            self._spare = torch.empty(self._layout.numel, dtype=self._dtype)
         self._ones = torch.ones(max(b.numel for b in self._layout.buckets), dtype=kept, device=self._device)
         self._momentum = []
         return self._exchange

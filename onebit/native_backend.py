@@ -34,7 +34,9 @@ class NativeCodec(BucketCodec):
         self.plan = native.Plan(bucket, [[(a, b - a) for a, b in spans] for spans in self.spans])
 
     def decode(self, messages: Tensor) -> Tensor:
-        out = torch.empty(self.bucket.numel)
+        return self.decode_into(messages, torch.empty(self.bucket.numel))
+
+    def decode_into(self, messages: Tensor, out: Tensor) -> Tensor:
         native.decode(self.plan, self.signs(messages, self.packed_alive), out)
         return out
 
@@ -262,6 +264,9 @@ class NativeBackend:
         signs, table = codec.signs(now.messages, now.mask), step.hypers.table(codec.bucket)
         native.apply(codec.plan, table, listed, signs, v_frozen, step_size, layer_scale=step.scale)
         bring_back(listed.tensors, x)
+
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        return native.sum_squares(contiguous(tensors)).sqrt_()
 
 
 class _Dense(TorchBackend):

@@ -60,8 +60,10 @@ class QuantisedCodec(ChunkCodec):
         return message
 
     def decode(self, messages: Tensor) -> Tensor:
-        out = torch.zeros(self.bucket.numel, dtype=self.dtype, device=messages.device)
-        for chunk, row in enumerate(out.view(self.bucket.workers, -1)):
+        return self.decode_into(messages, torch.empty(self.bucket.numel, dtype=self.dtype, device=messages.device))
+
+    def decode_into(self, messages: Tensor, out: Tensor) -> Tensor:
+        for chunk, row in enumerate(out.zero_().view(self.bucket.workers, -1)):
             self._add(row, messages[chunk], chunk, 1)
         return out
 

@@ -193,6 +193,9 @@ class TritonBackend:
         kernels.apply(codec.plan, table, listed, signs, step.scale, v_frozen, step_size, step.keep)
         bring_back(listed.tensors, x)
 
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self._torch.norms(tensors)
+
 
 def _own(step: BucketStep) -> TritonCodec:
     assert isinstance(step.codec, TritonCodec)
