@@ -9,7 +9,7 @@ from typing import Any
 from onebit.doctor import Finding
 from onebit.errors import ConfigError
 from onebit.planner import StepTime, step_time
-from onebit.planner_inputs import Model, Network, Number, Run, Setup, Work, likely_setup, transformer_shapes
+from onebit.planner_inputs import FACTORS, Model, Network, Number, Run, Setup, Work, likely_setup, transformer_shapes
 from onebit.planner_methods import METHODS, StepKind
 from onebit.probe_file import Probed, number_in, part_of, whole_in
 from onebit.recipe import ONE_STAGE
@@ -17,7 +17,7 @@ from onebit.report import SUMMARY, Summary, fraction_text, human_bytes, read_sum
 from onebit.switch_gain import COMPRESSED, WARMUP, WORTH_SAYING
 
 EVERYWHERE = ("message_us", "exchange_efficiency")  # of a prediction, wherever the workers are
-OF_WORK = ("memory_gbyte_s", "kernel_factor", "plain_factor", "straggling")
+OF_WORK = ("memory_gbyte_s", *FACTORS, "straggling")
 EXPECTED_SHARE = 1 / 16  # of 16-bit all-reduce, in the compressed stage
 CLOSE = 0.2  # of the predicted speed-up: how far the measured one may be before it is a warning
 FAR, FAR_S = 2.0, 5e-3  # times, and seconds: how far exchange and update may be, on either side of the switch
@@ -245,7 +245,7 @@ def _against_plan(summary: Summary, steps: Steps, assumed: Assumed) -> list[Find
     before, after = predicted
     expected, got = before.total_s / after.total_s, steps.before_s / steps.after_s
     told = f"{got:.2f} times as fast after the switch, {expected:.2f} predicted"
-    why, usual = largest_reason(steps, before, after), _defaults(summary, assumed)
+    why, usual = largest_reason(steps, before, after), _defaults(summary, compute, assumed)
     rest = f"; usual values, not measured: {', '.join(usual)}" if usual else ""
     advice = "make the plan again with `onebit probe` on the machines and with the model of the run"
     if abs(got / expected - 1) <= CLOSE:
@@ -291,10 +291,13 @@ def _used(summary: Summary, machines: int) -> tuple[list[str], list[str]]:
     return [*between, *inside, *EVERYWHERE], list(OF_WORK)
 
 
-def _defaults(summary: Summary, assumed: Assumed) -> list[str]:
+def _defaults(summary: Summary, compute_s: float | None, assumed: Assumed) -> list[str]:
     """What a prediction takes that was neither measured nor given, with the values that a plan takes then."""
     known, machines = _inputs(summary, assumed)
     network, work = _used(summary, machines)
+    kinds = _kinds(summary, _setup(summary, compute_s, assumed)) or ()
+    factors = {"plain_factor"} | {kind.factor for kind in kinds} | {kind.update_factor for kind in kinds}
+    work = [name for name in work if name not in FACTORS or name in factors]
     return [
         f"{name} {getattr(kind, name):g}"
         for kind, names in ((Network, network), (Work, work))

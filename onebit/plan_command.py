@@ -70,9 +70,16 @@ def plan_command(
     overlap: Annotated[str, typer.Option(help="Share of what could run beside other work that does.")] = "1",
     memory_gbyte_s: Annotated[str | None, typer.Option(help="What the device reads and writes; 500.")] = None,
     kernel_factor: Annotated[
-        str | None, typer.Option(help="Kernels that compress, over their memory traffic: `onebit bench` shows it; 1.4.")
+        str | None,
+        typer.Option(help=f"1-bit kernels, over their memory traffic: `onebit bench` shows it; {Work.kernel_factor}."),
     ] = None,
-    plain_factor: Annotated[str | None, typer.Option(help="The same of plain updates; 0.8.")] = None,
+    plain_factor: Annotated[str | None, typer.Option(help=f"The same of plain updates; {Work.plain_factor}.")] = None,
+    int8_factor: Annotated[
+        str | None,
+        typer.Option(help=f"The same of 8-bit integers, as `onebit probe` measures it; {Work.int8_factor}."),
+    ] = None,
+    int4_factor: Annotated[str | None, typer.Option(help=f"The same of 4-bit integers; {Work.int4_factor}.")] = None,
+    local_factor: Annotated[str | None, typer.Option(help=f"The same of local variance; {Work.local_factor}.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the run.")] = 10_000,
     freeze_step: Annotated[str, typer.Option(help="Share of the run before the switch.")] = "0.17",
     price: Annotated[str, typer.Option(help="Of a machine for an hour.")] = "0",
@@ -98,7 +105,7 @@ def plan_command(
     needless = "link_gbit_s" in known or machines == 1
     _check_together(sweep, workers, "known" if needless else link_gbit_s, recipe, csv_file)
 
-    def probed_or(name: str, text: str | None, otherwise: float) -> Number:
+    def probed_or(name: str, text: str | None, otherwise: Number) -> Number:
         """What was given, or else probed, or else usual."""
         return known.get(name, otherwise) if text is None else amount(text, "--" + name.replace("_", "-"))
 
@@ -126,8 +133,11 @@ def plan_command(
         straggling=probed_or("straggling", straggling, 0.0),
         overlap=amount(overlap, "--overlap"),
         memory_gbyte_s=probed_or("memory_gbyte_s", memory_gbyte_s, 500.0),
-        kernel_factor=probed_or("kernel_factor", kernel_factor, 1.4),
-        plain_factor=probed_or("plain_factor", plain_factor, 0.8),
+        kernel_factor=probed_or("kernel_factor", kernel_factor, Work.kernel_factor),
+        plain_factor=probed_or("plain_factor", plain_factor, Work.plain_factor),
+        int8_factor=probed_or("int8_factor", int8_factor, Work.int8_factor),
+        int4_factor=probed_or("int4_factor", int4_factor, Work.int4_factor),
+        local_factor=probed_or("local_factor", local_factor, Work.local_factor),
     )
     run = Run(steps, amount(freeze_step, "--freeze-step"), price_per_machine_hour=amount(price, "--price"))
     setup = Setup(Model(shapes, _width(precision)), network, work, run)

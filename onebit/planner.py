@@ -155,9 +155,10 @@ def step_time(setup: Setup, kind: StepKind) -> StepTime:
     """The parts of a step of one kind. The set-up must have no ranges."""
     net, work = setup.network, setup.work
     trip = setup.model.parameters / (_value(work.memory_gbyte_s) * 1e9)  # seconds for a byte per parameter
-    own, plain = _value(work.kernel_factor) * trip, _value(work.plain_factor) * trip
-    encode, server = kind.encode_bytes * own, kind.server_bytes * own
-    update = kind.update_bytes * own + kind.plain_bytes * plain
+    kernels = _value(getattr(work, kind.factor)) * trip
+    encode, server = kind.encode_bytes * kernels, kind.server_bytes * kernels
+    update = kind.update_bytes * _value(getattr(work, kind.update_factor)) * trip
+    update += kind.plain_bytes * _value(work.plain_factor) * trip
     compute = _compute_s(work) if kind.computes else 0.0
     waits = _value(work.straggling) * math.sqrt(kind.since_sync) * compute
     local, to_all, gathered = 0.0, 0.0, 0.0

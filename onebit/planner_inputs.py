@@ -140,9 +140,14 @@ class Work:
         straggling: by which share the slowest worker's step is longer than the mean one.
         overlap: which share of the communication that could run beside other work does, in [0, 1].
         memory_gbyte_s: what the device reads and writes, 1e9 byte/s.
-        kernel_factor: of the kernels that compress, and of the updates that go with them: how many times as long as the
-            memory traffic that they cannot avoid. The default is what `onebit bench` measured on a CPU, as is
+        kernel_factor: of the kernels that compress to 1 bit, and of the updates that go with them: how many times as
+            long as the memory traffic that they cannot avoid.
         plain_factor: the same of plain updates and of conversions to 16 bits and back.
+        int8_factor, int4_factor: the same of the kernels of blockwise integers of 8 and of 4 bits.
+        local_factor: the same of the steps of local variance, with its update.
+
+    The defaults of these factors were measured on a CPU, the first two by `onebit bench`, the others by `onebit probe`;
+    they also stand for GPUs, where none is known.
 
     Raises:
         ConfigError: a value outside what is listed.
@@ -158,12 +163,15 @@ class Work:
     memory_gbyte_s: Number = 500.0
     kernel_factor: Number = 1.4
     plain_factor: Number = 0.8
+    int8_factor: Number = 4.1
+    int4_factor: Number = 5.7
+    local_factor: Number = 2.8
 
     def __post_init__(self) -> None:
         _number("micro_step_s", self.micro_step_s, 0.0, above=True)
         _whole("accumulation", self.accumulation, 1)
         _whole("micro_batch", self.micro_batch, 1)
-        for name in ("other_s", "straggling", "kernel_factor", "plain_factor"):
+        for name in ("other_s", "straggling", *FACTORS):
             _number(name, getattr(self, name), 0.0)
         for name in ("backward_share", "overlap"):
             _number(name, getattr(self, name), 0.0, most=1.0)
@@ -202,6 +210,7 @@ class Setup:
 
 
 PARTS = ("network", "work", "run")
+FACTORS = ("kernel_factor", "plain_factor", "int8_factor", "int4_factor", "local_factor")
 
 
 def ranges(setup: Setup) -> list[tuple[str, str, Range]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.local_variance import Schedule
@@ -38,9 +38,14 @@ ENCODE = 20.5  # gradient 4, error read and written 8, bits; gradient and error 
 SERVER_PER_CHUNK, SERVER = 8.0, 0.25  # server error over n; bits in and out
 ADAM_APPLY = 12.0  # parameter read and written, frozen variance
 LAMB_APPLY = 28.0  # the same; and to measure: fresh variance read and written, frozen one, parameter
-LOCAL_APPLY = 24.0  # parameter, denominator, own variance read and written, gradient
+FOLLOW = 12.0  # a worker's own variance read and written, gradient: local variance, in its warm-up too
+LOCAL_APPLY = 12.0 + FOLLOW  # parameter read and written, denominator; and that
 LOW_RANK = 32.0  # the matrix read for P and for Q, error read, written and added
+RENEW = 350.0  # of an exchange of the variance: in torch, in many passes; by what was measured, not counted
 ZERO_ONE_SYNC, ZERO_ONE_LOCAL = 28.0, 32.0  # parameter 8, momentum 8, variance 4, update 8; and gradient 4
+
+KernelFactor = Literal["kernel_factor", "int8_factor", "int4_factor", "local_factor"]
+"""Of `planner_inputs.Work`: how much longer kernels take than the memory traffic that is counted here."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class StepKind:
         exchanged_elements: elements of the buckets together, padding included, where there are messages.
         encode_bytes, server_bytes, update_bytes: per parameter, through memory, of what compression adds or changes.
         plain_bytes: the same of a plain update, and of conversions to 16 bits and back.
+        factor, update_factor: of the kernels that encode and serve, and of those of `update_bytes`.
         ddp: the all-reduce runs beside backward, in buckets.
         computes: whether forward and backward belong to it; not where it is something extra.
         since_sync: steps since the workers last met, this one included; 0: they do not meet.
@@ -67,6 +73,8 @@ class StepKind:
     server_bytes: float = 0.0
     update_bytes: float = 0.0
     plain_bytes: float = 0.0
+    factor: KernelFactor = "kernel_factor"
+    update_factor: KernelFactor = "kernel_factor"
     ddp: bool = False
     computes: bool = True
     since_sync: float = 1.0
@@ -120,15 +128,31 @@ def _own_full(setup: Setup, width: int, update: float, bucket: int | None = DEFA
     return replace(_full(setup, width, update), reduced_bytes=(size,))
 
 
-def _exchange(setup: Setup, name: str, messages: tuple[int, ...], update: float, bucket: int | None) -> StepKind:
-    n = setup.network.workers
+def exchange_bytes(workers: int, bits: int = 1) -> tuple[float, float]:
+    """Bytes per parameter through memory, to encode and to serve, where a message has so many bits per element."""
+    wider = (bits - 1) / 8
+    return ENCODE + 2 * wider, SERVER_PER_CHUNK / workers + SERVER + 2 * wider
+
+
+def _exchange(
+    setup: Setup,
+    name: str,
+    messages: tuple[int, ...],
+    update: float,
+    bucket: int | None,
+    factor: KernelFactor = "kernel_factor",
+    bits: int = 1,
+) -> StepKind:
+    encode, server = exchange_bytes(setup.network.workers, bits)
     return StepKind(
         name,
         messages_bytes=messages,
-        exchanged_elements=padded(setup.model.shapes, n, bucket),
-        encode_bytes=ENCODE,
-        server_bytes=SERVER_PER_CHUNK / n + SERVER,
+        exchanged_elements=padded(setup.model.shapes, setup.network.workers, bucket),
+        encode_bytes=encode,
+        server_bytes=server,
         update_bytes=update,
+        factor=factor,
+        update_factor=factor,
     )
 
 
@@ -139,18 +163,10 @@ def _one_bit(setup: Setup, update: float, paper: bool) -> StepKind:
 
 
 def _integers(setup: Setup, bits: int, update: float) -> StepKind:
-    shapes, n = setup.model.shapes, setup.network.workers
-    kind = _exchange(
-        setup,
-        f"int{bits}",
-        integer_messages(shapes, n, DEFAULT_BUCKET_ELEMENTS, bits),
-        0.0,
-        DEFAULT_BUCKET_ELEMENTS,
-    )
-    wider = (bits - 1) / 8
-    return replace(
-        kind, encode_bytes=ENCODE + 2 * wider, server_bytes=kind.server_bytes + 2 * wider, plain_bytes=update
-    )
+    messages = integer_messages(setup.model.shapes, setup.network.workers, DEFAULT_BUCKET_ELEMENTS, bits)
+    factor: KernelFactor = "int8_factor" if bits == 8 else "int4_factor"
+    kind = _exchange(setup, f"int{bits}", messages, 0.0, DEFAULT_BUCKET_ELEMENTS, factor, bits)
+    return replace(kind, plain_bytes=update)
 
 
 def _two_stages(warmup: str, lamb: bool, paper: bool = False) -> Callable[[Setup], Steps]:
@@ -172,13 +188,12 @@ def _local_variance(lamb: bool) -> Callable[[Setup], Steps]:
         first = warmup_steps(setup, likely(setup.run.local_warmup_share))
         kind = _integers(setup, 4, LAMB_UPDATE if lamb else ADAMW_UPDATE)
         bits = one_bit_messages(shapes, n, DEFAULT_BUCKET_ELEMENTS, "bucket")
-        stage = _exchange(setup, "1 bit", bits, LOCAL_APPLY, DEFAULT_BUCKET_ELEMENTS)
-        variance = _exchange(
-            setup, "variance", logarithm_messages(shapes, n, DEFAULT_BUCKET_ELEMENTS), 16.0, DEFAULT_BUCKET_ELEMENTS
-        )
+        stage = _exchange(setup, "1 bit", bits, LOCAL_APPLY, DEFAULT_BUCKET_ELEMENTS, "local_factor")
+        logarithms = logarithm_messages(shapes, n, DEFAULT_BUCKET_ELEMENTS)
+        variance = _exchange(setup, "variance", logarithms, RENEW, DEFAULT_BUCKET_ELEMENTS, "local_factor")
         syncs = Schedule().count(first, setup.run.steps)
         return [
-            (first, replace(kind, name="warm-up")),
+            (first, replace(kind, name="warm-up", update_bytes=FOLLOW, update_factor="local_factor")),
             (setup.run.steps - first, stage),
             (syncs, replace(variance, computes=False)),
         ]
@@ -277,7 +292,7 @@ def _local_state(smoothed: float) -> Callable[[Setup], State]:
         buckets = flat_layout(setup.model.shapes, setup.network.workers, DEFAULT_BUCKET_ELEMENTS).buckets
         ones = 2 * max(bucket.numel for bucket in buckets) / setup.model.parameters
         before = ADAM_STATE + WORD_BYTES + MEAN + _integer_state(setup, 4)
-        after = 3 * WORD_BYTES + _per_n(setup) + ones  # own variance, denominator, error
+        after = 4 * WORD_BYTES + _per_n(setup) + ones  # own variance, denominator, error; input, kept on CPUs only
         return State(smoothed + max(before, after + WORD_BYTES), smoothed + after + 1 / 8)
 
     return state

@@ -40,7 +40,7 @@ from onebit.recipe import load, parse, resolve
 from onebit.text import IGNORED
 
 DEFAULT_S = 25.0  # with starting and stopping, half a minute
-SHARES = {"step": 0.25, "network": 0.36, "kernels": 0.12}  # of the time; the rest is for starting
+SHARES = {"step": 0.25, "network": 0.33, "kernels": 0.17}  # of the time; the rest is for starting
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from onebit.errors import ConfigError
 from onebit.planner_inputs import Number, Range, Shapes
 
-FORMAT = "onebit probe 1"
+FORMAT = "onebit probe 2"
 SAME_MODEL = 0.01  # of the parameters: how far a model may be from that of a probe whose step is to stand for it
 MOST_GBIT_S = 1e5  # a link faster than that is a fit of noise
 
@@ -44,6 +44,9 @@ class Probed:
     memory_gbyte_s: float
     kernel_factor: Number
     plain_factor: float
+    int8_factor: float
+    int4_factor: float
+    local_factor: float
     device: str
     threads: int
 
@@ -82,6 +85,9 @@ class Probed:
             "memory_gbyte_s": self.memory_gbyte_s,
             "kernel_factor": self.kernel_factor,
             "plain_factor": self.plain_factor,
+            "int8_factor": self.int8_factor,
+            "int4_factor": self.int4_factor,
+            "local_factor": self.local_factor,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -145,6 +151,9 @@ def _probed(found: dict[str, Any]) -> Probed:
         memory_gbyte_s=_range(found, "kernels", "copy_gbyte_s").likely,
         kernel_factor=_range(found, "kernels", "kernel_factor"),
         plain_factor=_range(found, "kernels", "plain_factor").likely,
+        int8_factor=_range(found, "kernels", "int8_factor", above=False).likely,
+        int4_factor=_range(found, "kernels", "int4_factor", above=False).likely,
+        local_factor=_range(found, "kernels", "local_factor").likely,
         device=device,
         threads=whole_in(found, "threads"),
     )
@@ -191,8 +200,8 @@ def _efficiency(found: dict[str, Any], name: str) -> float:
     return 1.0 if exchange is None or whole is None else min(1.0, exchange / whole)
 
 
-def _range(found: dict[str, Any], *keys: str) -> Range:
-    low, middle, high = (number_in(found, *keys, name, above=True) for name in ("low", "likely", "high"))
+def _range(found: dict[str, Any], *keys: str, above: bool = True) -> Range:
+    low, middle, high = (number_in(found, *keys, name, above=above) for name in ("low", "likely", "high"))
     if not low <= middle <= high:
         raise ConfigError(f"{'.'.join(keys)} is {low:g}..{middle:g}..{high:g}; its numbers must rise")
     return Range(low, middle, high)

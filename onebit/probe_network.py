@@ -20,7 +20,7 @@ from onebit.probe_kernels import quartiles, synchronized
 LEAST_REPEATS, MOST_REPEATS = 3, 30
 SMALL = 64  # bytes of a message whose time is all latency
 ALWAYS = 4096  # bytes up to which sizes are timed whatever they take: a rate needs two sizes
-BETWEEN = 0.002
+BETWEEN = 1e-6
 """Weight in a fit of sizes between the smallest and the largest, whose times buffers on the way change: what counts is
 what a message costs, and what the messages that the model has take."""
 FITTED: dict[str, tuple[Collective, ...]] = {

@@ -84,6 +84,9 @@ def test_a_range_given_is_a_range_in_the_answer():
         (("--memory-gbyte-s", 20), "work", "memory_gbyte_s", 20.0),
         (("--kernel-factor", 3), "work", "kernel_factor", 3.0),
         (("--plain-factor", 3), "work", "plain_factor", 3.0),
+        (("--int8-factor", 30), "work", "int8_factor", 30.0),
+        (("--int4-factor", 30), "work", "int4_factor", 30.0),
+        (("--local-factor", 30), "work", "local_factor", 30.0),
         (("--freeze-step", 0.3), "run", "warmup_share", 0.3),
     ],
 )

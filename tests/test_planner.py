@@ -38,9 +38,12 @@ from onebit.planner_inputs import Model, Network, Range, Run, Setup, Work, corne
 from onebit.planner_methods import (
     ADAM_APPLY,
     ENCODE,
+    FOLLOW,
     LAMB_APPLY,
     LAMB_UPDATE,
+    LOCAL_APPLY,
     LOCAL_STEPS,
+    RENEW,
     SERVER,
     SERVER_PER_CHUNK,
     StepKind,
@@ -217,6 +220,9 @@ setups = st.builds(
     overlap=st.floats(0, 1),
     kernel_factor=st.floats(0, 10),
     plain_factor=st.floats(0, 10),
+    int8_factor=st.floats(0, 10),
+    int4_factor=st.floats(0, 10),
+    local_factor=st.floats(0, 10),
     steps=st.sampled_from([2, 24, 500]),
 )
 
@@ -238,6 +244,52 @@ def test_a_faster_link_is_never_slower(setup, factor):
     faster = replace(setup, network=replace(setup.network, link_gbit_s=setup.network.link_gbit_s * factor))
     for method in METHODS.values():
         assert cost(faster, method).total_s <= cost(setup, method).total_s * (1 + 1e-12)
+
+
+LOCAL = {"local-variance-lamb", "local-variance-adam"}
+WITH_FACTOR = {
+    "kernel_factor": {"powersgd", "zero-one-adam", *(n for n in METHODS if n.startswith("onebit-"))},
+    "plain_factor": set(METHODS),
+    "int8_factor": {"onebit-lamb-int8"},
+    "int4_factor": {"onebit-lamb-int4", *LOCAL},
+    "local_factor": LOCAL,
+}
+
+
+@given(setups, st.sampled_from(sorted(WITH_FACTOR)), st.floats(0.1, 10))
+@settings(deadline=None, max_examples=60)
+def test_slower_kernels_slow_down_the_methods_that_have_them_and_no_others(setup, name, more):
+    setup = replace(setup, run=replace(setup.run, steps=500))
+    slower = replace(setup, work=replace(setup.work, **{name: getattr(setup.work, name) + more}))
+    for method in METHODS.values():
+        before, after = cost(setup, method), cost(slower, method)
+        if method.name not in WITH_FACTOR[name]:
+            assert after == before
+            continue
+        kernels = [c.parts.encode_s + c.parts.server_s + c.parts.update_s for c in (before, after)]
+        assert kernels[0] < kernels[1]
+        assert after.total_s >= before.total_s * (1 - 1e-12)
+
+
+def test_kernels_of_integers_and_of_local_variance_are_timed_by_their_own_factors():
+    """By hand: 1e9 parameters and 1e9 byte/s, so that a byte per parameter takes a second; 8 workers."""
+    own = {"kernel_factor": 2.0, "plain_factor": 3.0, "int8_factor": 5.0, "int4_factor": 7.0, "local_factor": 11.0}
+    setup = setup_of(((10**6, 10**3),), 8, 1, memory_gbyte_s=1.0, **own)
+
+    def parts(name: str, stage: int) -> tuple[float, float, float]:
+        time = step_time(setup, steps_of(setup, METHODS[name])[stage][1])
+        return time.encode_s, time.server_s, time.update_s
+
+    served = SERVER_PER_CHUNK / 8 + SERVER
+    assert parts("onebit-lamb", 1) == pytest.approx((2 * ENCODE, 2 * served, 2 * LAMB_APPLY))
+    assert parts("onebit-lamb-int8", 0) == pytest.approx(
+        (5 * (ENCODE + 2 * 7 / 8), 5 * (served + 2 * 7 / 8), 3 * LAMB_UPDATE)
+    )
+    int4 = 7 * (ENCODE + 2 * 3 / 8), 7 * (served + 2 * 3 / 8)
+    assert parts("onebit-lamb-int4", 0) == pytest.approx((*int4, 3 * LAMB_UPDATE))
+    assert parts("local-variance-lamb", 0) == pytest.approx((*int4, 3 * LAMB_UPDATE + 11 * FOLLOW))
+    assert parts("local-variance-lamb", 1) == pytest.approx((11 * ENCODE, 11 * served, 11 * LOCAL_APPLY))
+    assert parts("local-variance-lamb", 2) == pytest.approx((11 * ENCODE, 11 * served, 11 * RENEW))
 
 
 @given(st.sampled_from([2, 4, 8, 16, 32]), st.integers(1, 40), st.integers(1, 12))
@@ -443,6 +495,9 @@ def test_a_sweep_names_what_breaks_first():
         (lambda: setup_of(link=Range(-1, 1, 2)), "link_gbit_s is -1"),
         (lambda: setup_of(oversubscription=0.5), "at least 1"),
         (lambda: setup_of(overlap=1.5), "at most 1"),
+        (lambda: setup_of(int8_factor=-1.0), "int8_factor is -1.0; it must be a finite number at least 0"),
+        (lambda: setup_of(int4_factor=math.inf), "int4_factor is inf"),
+        (lambda: setup_of(local_factor=Range(-1, 1, 2)), "local_factor is -1"),
         (lambda: setup_of(micro_step_s=math.nan), "micro_step_s is nan"),
         (lambda: setup_of(all_reduce="tree"), "'ring' or 'by-machine'"),
         (lambda: setup_of(steps=1), "steps is 1"),

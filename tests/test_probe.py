@@ -24,14 +24,16 @@ from onebit.comm import Comm, Solo
 from onebit.commands import app
 from onebit.doctor_command import doctor_command
 from onebit.errors import ConfigError
+from onebit.flat import Stage
 from onebit.link_fit import COLLECTIVES, Sample, Terms, fit_quartiles, fit_times, terms_of
 from onebit.plan_command import model_shapes
-from onebit.planner import all_reduce_s, exchange_s
-from onebit.planner_inputs import Network, Range
+from onebit.planner import METHODS, all_reduce_s, exchange_s, step_time
+from onebit.planner_inputs import Model, Network, Range, Run, Setup, Work
+from onebit.planner_methods import LAMB_UPDATE
 from onebit.probe import probe, subject_of
 from onebit.probe_command import probe_command
 from onebit.probe_file import read_probe
-from onebit.probe_kernels import PHASES, kernel_speed, quartiles
+from onebit.probe_kernels import PHASES, WHOLE, _unheard, _whole_steps, factors, kernel_speed, quartiles
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
 from onebit.virtual import run_workers
 from tests.processes import run_processes
@@ -39,6 +41,7 @@ from tests.processes import run_processes
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
 SIZES = (64, 4096, 2**18, 2**22)
+FACTORS = ("kernel_factor", "plain_factor", "int8_factor", "int4_factor", "local_factor")
 
 
 def timed(latency: float, message: float, rate: float, workers: int, per_machine: int) -> list[tuple[Terms, float]]:
@@ -139,7 +142,7 @@ def test_an_exchange_gets_its_share_of_the_link_and_an_all_reduce_all_of_it():
 
 def _network(comm: Comm) -> dict[str, Any]:
     cases = [Case(name, size, 1) for name in COLLECTIVES for size in (64, 4096, 200_000)]
-    found = time_network([*cases, Case("all_to_all", 64, 8)], comm, 2, CPU, 2.0)
+    found = time_network([*cases, Case("all_to_all", 64, 8)], comm, 2, CPU, 6.0)
     assert json.loads(comm.all_gather_bytes(json.dumps(found["fits"]).encode())[0]) == found["fits"]
     return found
 
@@ -241,11 +244,60 @@ def test_the_two_smallest_sizes_are_timed_on_any_link():
 
 def test_kernels_are_timed_phase_by_phase():
     found = kernel_speed(50_000, 3, CPU, 0.2)
-    assert set(found["ns_per_element"]) == {*PHASES, "warmup_step"}
+    assert set(found["ns_per_element"]) == {*PHASES, *WHOLE}
     assert found["elements"] == 50_000
     assert found["rounds"] >= 3
-    for value in (*found["ns_per_element"].values(), found["kernel_factor"], found["copy_gbyte_s"]):
+    for value in (*found["ns_per_element"].values(), *(found[name] for name in FACTORS), found["copy_gbyte_s"]):
         assert 0 < value.low <= value.likely <= value.high
+    for bits in (8, 4):
+        assert found["ns_per_element"][f"int{bits}_step"].likely > found["ns_per_element"]["warmup_step"].likely
+
+
+POSITIVE = st.floats(0.01, 100)
+
+
+@given(POSITIVE, POSITIVE, POSITIVE, POSITIVE, POSITIVE, st.integers(2, 64), st.floats(0.1, 1000))
+def test_factors_are_those_with_which_the_model_gives_the_times(one_bit, plain, int8, int4, local, workers, rate):
+    """So the bytes that the probe divides by are those that the model multiplies by."""
+    work = Work(1.0, memory_gbyte_s=rate, kernel_factor=one_bit, plain_factor=plain, int8_factor=int8,
+                int4_factor=int4, local_factor=local)  # fmt: skip
+    setup = Setup(Model(((1000, 1000),)), Network(workers, 1, 1.0), work, Run(100))
+
+    def kernels(method: str, stage: int) -> list[float]:
+        time = step_time(setup, METHODS[method].steps(setup)[stage][1])
+        return [time.encode_s + time.server_s + time.update_s]
+
+    byte = 1e6 / (rate * 1e9)
+    found = factors(
+        {
+            "copy": [8 * byte],
+            "warmup_step": [LAMB_UPDATE * plain * byte],
+            "step": kernels("onebit-lamb", 1),
+            "int8_step": kernels("onebit-lamb-int8", 0),
+            "int4_step": kernels("onebit-lamb-int4", 0),
+            "local_step": kernels("local-variance-lamb", 1),
+        },
+        workers,
+    )
+    expected = {"kernel_factor": one_bit, "plain_factor": plain, "int8_factor": int8, "int4_factor": int4}
+    for name, value in (expected | {"local_factor": local}).items():
+        assert found[name].likely == pytest.approx(value, rel=1e-6, abs=1e-6 * plain), name
+
+
+def test_integers_that_take_no_longer_than_fp32_have_the_factor_0_and_not_a_negative_one():
+    times = {name: [1.0, 2.0, 3.0] for name in ("copy", "step", *WHOLE)} | {"int4_step": [0.5, 1.5, 2.5]}
+    assert factors(times, 2)["int4_factor"] == Range(0, 0, 0)
+
+
+def test_steps_of_local_variance_are_timed_between_exchanges_of_the_variance():
+    with _unheard():
+        step: Any = _whole_steps(2_000, 3, CPU)["local_step"]
+        optimizer = step.__self__
+        assert optimizer.stage is Stage.COMPRESSED
+        due = optimizer.stats()["next_sync"]
+        for _ in range(40):
+            step()
+    assert optimizer.stats()["next_sync"] == due > 1e6
 
 
 def test_one_worker_measures_its_own_model(tmp_path, monkeypatch):
@@ -320,6 +372,9 @@ def test_a_plan_takes_what_a_probe_wrote(measured):
     assert found["setup"]["model"]["parameters"] == probed.parameters == 680_016
     assert found["setup"]["work"]["micro_step_s"]["likely"] == probed.micro_step_s.likely
     assert found["setup"]["work"]["kernel_factor"]["low"] == probed.kernel_factor.low
+    kernels = json.loads(measured.read_text())["kernels"]
+    for name in FACTORS[1:]:
+        assert found["setup"]["work"][name] == kernels[name]["likely"]
     assert found["setup"]["network"]["local_gbit_s"]["likely"] == probed.link_gbit_s.likely
     assert found["setup"]["network"]["latency_us"] == 50.0  # not measured: all workers were on one machine
     row = found["methods"]["onebit-lamb"]["step_s"]
@@ -328,10 +383,12 @@ def test_a_plan_takes_what_a_probe_wrote(measured):
 
 def test_what_is_given_by_hand_goes_over_the_probe(measured):
     given_by_hand = ["--compute-ms", 7, "--workers", 4, "--machines", 2, "--link-gbit-s", 3, "--kernel-factor", 2]
+    given_by_hand += ["--int4-factor", 9]
     found = json.loads(call("plan", "1M", "--probe", measured, *given_by_hand, "--json").stdout)["setup"]
     assert found["model"]["parameters"] == 1_000_000
     assert found["work"]["micro_step_s"] == pytest.approx(0.007)
     assert found["work"]["kernel_factor"] == 2
+    assert found["work"]["int4_factor"] == 9
     assert (found["network"]["workers"], found["network"]["workers_per_machine"]) == (4, 2)
     assert found["network"]["link_gbit_s"] == 3
 
@@ -405,8 +462,9 @@ def test_efficiency_is_that_of_each_quartile(measured, tmp_path):
     ("damage", "why"),
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
-        (lambda text: "[]", "is 'list', not 'onebit probe 1'"),
-        (lambda text: text.replace("onebit probe 1", "onebit probe 9"), "is 'onebit probe 9'"),
+        (lambda text: "[]", "is 'list', not 'onebit probe 2'"),
+        (lambda text: text.replace("onebit probe 2", "onebit probe 1"), "is 'onebit probe 1', not 'onebit probe 2'"),
+        (lambda text: text.replace('"local_factor"', '"global_factor"'), r"it has no kernels\.local_factor"),
         (lambda text: text.replace('"step"', '"stop"'), "is damaged: it has no step"),
         (lambda text: text.replace('"likely"', '"unlikely"'), r"it has no step\.forward_backward_s\.likely"),
         (lambda text: text.replace('"workers": 2', '"workers": 0'), "workers is 0; it must be a whole number"),
@@ -442,6 +500,9 @@ def test_a_damaged_probe_is_one_clear_error(measured, tmp_path, damage, why):
         (("network", "fits", "all_reduce", "low", "bytes_per_s"), 0),
         (("network", "fits", "all_reduce", "low", "bytes_per_s"), "fast"),
         (("kernels", "kernel_factor", "low"), 10**400),
+        (("kernels", "int8_factor", "low"), -0.1),
+        (("kernels", "int4_factor", "high"), math.nan),
+        (("kernels", "local_factor", "likely"), 0),
         (("model", "shapes"), [[-1, 3]]),
         (("model", "shapes"), [[1.5]]),
         (("model", "shapes"), []),
