@@ -163,9 +163,9 @@ class Work:
     memory_gbyte_s: Number = 500.0
     kernel_factor: Number = 1.4
     plain_factor: Number = 0.8
-    int8_factor: Number = 4.1
+    int8_factor: Number = 4.3
     int4_factor: Number = 5.7
-    local_factor: Number = 2.8
+    local_factor: Number = 2.3
 
     def __post_init__(self) -> None:
         _number("micro_step_s", self.micro_step_s, 0.0, above=True)
