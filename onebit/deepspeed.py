@@ -13,8 +13,9 @@ import torch
 
 from onebit.deepspeed_state import GROUP_KEYS, KEYS, Layer, is_frozen, kind_of, read_layers, unwrap
 from onebit.errors import ConfigError
+from onebit.lamb import PAPER_FACTOR_MAX
 from onebit.onebit_adam import OneBitAdam
-from onebit.onebit_lamb import PAPER_FACTOR_MAX, OneBitLamb
+from onebit.onebit_lamb import OneBitLamb
 from onebit.sharding import is_sharded
 
 log = logging.getLogger("onebit")
@@ -217,18 +218,6 @@ def _enter_compressed(optimizer: OneBitLamb | OneBitAdam, layers: Sequence[Layer
         state["fresh_variance"].copy_(layer.fresh.to(v) + added)
         state["ratio"].fill_(layer.factor)
         state["coeff"].fill_(layer.factor * layer.coeff)
-    if isinstance(optimizer, OneBitLamb):
-        _say_what_falls(layers, optimizer._ratio_rule.factor_max)
-
-
-def _say_what_falls(layers: Sequence[Layer], largest: float) -> None:
-    beyond = sum(layer.factor is not None and layer.factor > largest for layer in layers)
-    if beyond:
-        log.warning(
-            "%d of %d layers had a factor above factor_max, which is %g here, and fall to it at the next step; give "
-            "factor_max=%g, DeepSpeed's default, to go on as there",
-            *(beyond, len(layers), largest, PAPER_FACTOR_MAX),
-        )
 
 
 def _set_weights(optimizer: OneBitLamb | OneBitAdam, layers: Sequence[Layer]) -> None:
@@ -265,6 +254,8 @@ def _report(
         log.warning("DeepSpeed counted %d to %d steps, parameter by parameter; the most count", min(steps), max(steps))
     if silenced:
         log.warning("%d elements that never had a gradient had momentum in DeepSpeed; it was set to zero", silenced)
+    if isinstance(optimizer, OneBitLamb):
+        optimizer._say_what_falls()
     for i, group in enumerate(state["param_groups"]):
         if group.get("non_freeze"):
             log.warning("group %d has non_freeze in DeepSpeed; here its variance is frozen like the others'", i)

@@ -306,9 +306,10 @@ class GradientSource:
         if keep is not None or error_factor is not None or not isinstance(error, Tensor) or codec.alive is not None:
             TensorSource(self.values(codec)).commit(codec, error, error_factor, sent, keep)
             return
-        for view, grad in zip(Run(self._bucket.layers).views(error), self._grads, strict=True):
-            if grad is not None:
-                view += grad
+        views = Run(self._bucket.layers).views(error)
+        given = [(v, g.to(v.dtype)) for v, g in zip(views, self._grads, strict=True) if g is not None]
+        if given:
+            torch._foreach_add_([v for v, _ in given], [g for _, g in given])
         codec.subtract(error, sent)
 
     def values(self, codec: ChunkCodec) -> Tensor:

@@ -33,6 +33,7 @@ from torch import Tensor
 from onebit.layout import Run
 
 RatioForm = Literal["sqrt", "variance"]
+FACTOR_MAX, PAPER_FACTOR_MAX = 2.0, 4.0  # where factor_max is left out; the latter with the authors' codec (DEV-22)
 
 
 @dataclass(frozen=True)

@@ -275,13 +275,15 @@ class LocalVariance(FlatOptimizer):
         assert self._layout is not None
         own = self._own[bucket.slice]
         if keep is None and self._smoothed is None:  # where they lie, without large new tensors
-            layers = [(run, hypers.of(run).beta2) for run, _ in self._layout.runs_in(bucket)]
-            views, beta2s = Run(bucket.layers).views(own), [beta2 for run, beta2 in layers for _ in run.layers]
-            for v, grad, beta2 in zip(views, grads, beta2s, strict=True):
-                v *= beta2
-                if grad is not None:
-                    g = grad.to(v.dtype)
-                    v.addcmul_(g, g, value=1 - beta2).clamp_(max=LARGEST)
+            views, first = Run(bucket.layers).views(own), bucket.layers[0].index
+            for run, _ in self._layout.runs_in(bucket):
+                here, beta2 = slice(run.first - first, run.first - first + len(run.layers)), hypers.of(run).beta2
+                torch._foreach_mul_(views[here], beta2)
+                given = [(v, g.to(v.dtype)) for v, g in zip(views[here], grads[here], strict=True) if g is not None]
+                if given:
+                    squares, gs = [v for v, _ in given], [g for _, g in given]
+                    torch._foreach_addcmul_(squares, gs, gs, value=1 - beta2)
+                    torch._foreach_clamp_max_(squares, LARGEST)
             return
         g = self._gathered(bucket, grads)
         if self._smoothed is not None:

@@ -21,6 +21,7 @@ from onebit.freeze import FreezeStep
 from onebit.guard import SwitchGuard
 from onebit.layerwise_rate import LayerwiseRate, coefficient_rule
 from onebit.layout import Run
+from onebit.optim import log
 from onebit.stages import Compression, DeadElements, StateKind
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 
 Ratio = Literal["sqrt", "variance", "momentum", "fixed"]
-PAPER_FACTOR_MAX = 4.0
 
 
 class OneBitLamb(LayerwiseRate, OneBitOptimizer):
@@ -115,10 +115,11 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         check_in("coeff_bias_correction", coeff_bias_correction, (None, True, False))
         codec = OneBit() if codec is None else codec
         shared = check_kind("codec", codec, OneBit).scale == "bucket"
-        if factor_max is None:
-            factor_max = PAPER_FACTOR_MAX if shared else 2.0
+        left_out = factor_max is None
+        factor_max = (lamb.PAPER_FACTOR_MAX if shared else lamb.FACTOR_MAX) if factor_max is None else factor_max
         if not 0 < factor_min <= factor_max:
-            raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max")
+            why = "; factor_max was left out: give it too" if left_out else ""
+            raise ConfigError(f"factor_min, factor_max are {factor_min}, {factor_max}; allowed is 0 < min <= max{why}")
         self._coeff_rule = coefficient_rule(min_coeff, max_coeff, coeff_beta)
         scaled = shared if momentum_scales is None else momentum_scales
         check_in("error_feedback", error_feedback, ("unscaled", "scaled", "none"))
@@ -145,6 +146,22 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         super()._check_shards()
         if self._ratio_form == "momentum":
             raise ConfigError("ratio is 'momentum' and parameters are sharded (DTensor); choose 'sqrt' or 'variance'")
+
+    def _restore(self, by_layer: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+        super()._restore(by_layer, extra)
+        self._say_what_falls()
+
+    def _say_what_falls(self) -> None:
+        """Warn of ratios that were allowed where this state was saved and are not here."""
+        if self._exchange is None or self.comm.rank != 0:
+            return
+        ratio, most = self._layerwise["ratio"], self._ratio_rule.factor_max
+        if beyond := int((ratio > most).sum()):
+            log.warning(
+                "%d of %d layers have a ratio above factor_max, %g, and fall to it at the next step, one from %.3g; "
+                "give the factor_max that they had (%g by default in DeepSpeed) to go on as before",
+                *(beyond, len(ratio), most, float(ratio.max()), lamb.PAPER_FACTOR_MAX),
+            )
 
     def _settings(self) -> list[tuple[str, str]]:
         named = [("ratio", self._ratio_form), ("ratio rule", repr(self._ratio_rule))]

@@ -20,6 +20,7 @@ from onebit.averaging import BITS, Transport
 from onebit.errors import ConfigError
 from onebit.faults import check_size, sentence
 from onebit.freeze import AutoFreeze, Settling
+from onebit.lamb import FACTOR_MAX, PAPER_FACTOR_MAX
 from onebit.variants import NAME, select, tables, withdraw
 
 if sys.version_info >= (3, 11):
@@ -370,6 +371,13 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     if optimizer.warmup_transport == "auto":
         why = f"the default of {optimizer.name}" if optimizer.name in LOCAL else "the size of 16-bit averaging"
         choose("optimizer", "warmup_transport", recipe.transport, why)
+    if optimizer.factor_max is None:
+        codec = optimizer.options.get("codec", {})
+        shared = optimizer.preset == "paper" or (isinstance(codec, dict) and codec.get("scale") == "bucket")
+        bound = PAPER_FACTOR_MAX if shared else FACTOR_MAX
+        changes["optimizer"]["factor_max"] = bound
+        if optimizer.name == "onebit-lamb" and "factor_max" not in optimizer.options:
+            choose("optimizer", "factor_max", bound, "as released" if shared else "the default (DEV-22)")
     if recipe.lr != optimizer.lr:
         choose("optimizer", "lr", recipe.lr, f"lr_for.{optimizer.name}")
     raw = recipe.model_dump(mode="python", exclude={"variants"})

@@ -20,7 +20,7 @@ from onebit.sharding import places
 REBUILT = {
     *("state", "step", "_layout", "_backend", "_stepped", "_x", "_flat", "_layerwise", "_averaged", "_quantised"),
     *("_exchange", "_momentum", "_own", "_smoothed", "_ones", "_roots", "_coming", "_mask", "_asleep", "_pending"),
-    *("_means", "_shards", "_asleep_here", "_awake"),
+    *("_means", "_shards", "_asleep_here", "_awake", "_spare"),
     *("_lane", "_lane_counted", "_control", "_round", "_may_begin", "_ddp_noted", "_ended", "_fixed"),
     *("_bucket_of", "_index_of", "_arrived", "_recent", "_expected", "_missing", "_watched", "_watching"),
 }

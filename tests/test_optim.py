@@ -625,6 +625,26 @@ def test_the_ratio_is_bounded_by_two_or_as_released_where_the_codec_is():
         assert optimizer.stats()["ratios"] == pytest.approx({next(iter(optimizer.stats()["ratios"])): bound})
 
 
+def test_a_state_whose_ratios_were_allowed_more_says_that_they_fall(caplog):
+    def trained(factor_max: float) -> onebit.OneBitLamb:
+        weight = torch.nn.Parameter(torch.ones(64))
+        optimizer = onebit.OneBitLamb([weight], lr=1e-4, freeze_step=3, betas=(0.9, 0.5), factor_max=factor_max)
+        for step in range(60):
+            weight.grad = torch.ones(64) * 0.9**step
+            optimizer.step()
+        return optimizer
+
+    wide, same, narrow = trained(4.0), trained(4.0), trained(2.0)
+    with caplog.at_level(logging.WARNING, "onebit"):
+        same.load_state_dict(wide.state_dict())
+        assert "above factor_max" not in caplog.text
+        narrow.load_state_dict(wide.state_dict())
+    assert (
+        "1 of 1 layers have a ratio above factor_max, 2, and fall to it at the next step, one from 4"
+        in caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -638,7 +658,8 @@ def test_the_ratio_is_bounded_by_two_or_as_released_where_the_codec_is():
         ({"weight_decay": -0.1}, "weight_decay is"),
         ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff, max_coeff"),
         ({"coeff_beta": 1.0}, "coeff_beta is 1.0"),
-        ({"factor_min": 5.0}, "factor_min, factor_max"),
+        ({"factor_min": 5.0}, "factor_max was left out: give it too"),
+        ({"factor_min": 5.0, "factor_max": 4.5}, "factor_min, factor_max are 5.0, 4.5"),
         ({"factor_threshold": 0.0}, "factor_threshold"),
         ({"ratio": "sqr"}, "'sqrt', 'variance', 'momentum', 'fixed'"),
         ({"error_feedback": "off"}, "'unscaled', 'scaled', 'none'"),

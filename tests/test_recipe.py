@@ -4,6 +4,7 @@ import datetime
 from pathlib import Path
 
 import pytest
+import tomllib
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,3 +127,16 @@ def test_every_recipe_of_the_repository_is_valid() -> None:
     paths = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
     assert paths
     assert all(isinstance(load(path, {}), Recipe) for path in paths)
+
+
+def test_the_bound_of_the_ratio_that_applies_is_in_the_resolved_recipe():
+    for text, bound in [
+        ("", 2.0),
+        ('[optimizer]\npreset = "paper"', 4.0),
+        ('[optimizer]\noptions = {codec = {scale = "bucket"}}', 4.0),
+        ("[optimizer]\nfactor_max = 3.0", 3.0),
+        ('[optimizer]\nname = "lamb"', 2.0),
+    ]:
+        found, reasons = resolve(parse(tomllib.loads(text), {}))
+        assert found.optimizer.factor_max == bound
+        assert ("optimizer.factor_max" in reasons) == ("factor_max" not in text and "lamb" not in text)

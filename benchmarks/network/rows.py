@@ -211,11 +211,13 @@ def timed(bench: Bench) -> Comm:
     return TimedComm() if bench.size > 1 else Solo()
 
 
-def ours(bench: Bench, make: Callable[..., Any], prime: int, levels: bool = False, **settings: Any) -> Row:
+def ours(
+    bench: Bench, make: Callable[..., Any], prime: int, levels: bool = False, resync: bool = False, **settings: Any
+) -> Row:
     """One of this library's optimizers after `prime` steps on made-up gradients; `settings` are its arguments.
 
-    `levels`: with the mean inside each host first. With overlap it has a model of its own, since its hooks see every
-    backward.
+    `resync`: local variance is exchanged in every step. `levels`: with the mean inside each host first. With overlap
+    it has a model of its own, since its hooks see every backward.
     """
     if levels and bench.per_host == 1:
         raise ConfigError("two levels need at least two workers per host; give --workers 2")
@@ -229,6 +231,8 @@ def ours(bench: Bench, make: Callable[..., Any], prime: int, levels: bool = Fals
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         seconds = bench.backward(model)
+        if resync:
+            optimizer.resync()
         optimizer.step()
         return seconds
 
@@ -288,6 +292,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "1bit-adam-paper": partial(ours, make=onebit.OneBitAdam, freeze_step=2, prime=4, **onebit.PAPER),
     "local-warmup": partial(_local, warmup_steps=NEVER, prime=1),
     "local-lamb": partial(_local, warmup_steps=2, prime=130),  # the variance is next exchanged at update 256
+    "local-sync": partial(_local, warmup_steps=2, prime=4, resync=True),  # a step that exchanges the variance
     "deepspeed-lamb": deepspeed_lamb,
     "lamb-bf16-overlap": partial(_overlapping, freeze_step=NEVER, prime=1, warmup_transport="bf16"),
     "lamb-int4-overlap": partial(_overlapping, make=onebit.Lamb, prime=1, transport="int4"),
