@@ -639,10 +639,7 @@ def test_a_state_whose_ratios_were_allowed_more_says_that_they_fall(caplog):
         same.load_state_dict(wide.state_dict())
         assert "above factor_max" not in caplog.text
         narrow.load_state_dict(wide.state_dict())
-    assert (
-        "1 of 1 layers have a ratio above factor_max, 2, and fall to it at the next step, one from 4"
-        in caplog.text
-    )
+    assert "1 of 1 layers have a ratio above factor_max, 2, and fall to it at the next step, one from 4" in caplog.text
 
 
 @pytest.mark.parametrize(
