@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from onebit.comm import Comm
-from onebit.layout import Bucket, FlatLayout
+from onebit.layout import FlatLayout
 
 STEPS = 4
 """Codes per octave."""
+PIECE = 2**18
+"""Elements at once: large new tensors cost more than what is done with them."""
 
 
 def mean_variance(own: Tensor, layout: FlatLayout, comm: Comm) -> Tensor | None:
@@ -32,40 +34,42 @@ def mean_variance(own: Tensor, layout: FlatLayout, comm: Comm) -> Tensor | None:
     Returns:
         A new tensor of that shape; None if a value is not finite on some worker, on all of them alike.
     """
-    found = []
+    mean = torch.empty_like(own)
     for bucket in layout.buckets:
-        rows = own[bucket.slice].view(bucket.workers, -1)
+        rows, out = (flat[bucket.slice].view(bucket.workers, -1) for flat in (own, mean))
         received = comm.all_to_all(torch.stack([encode(row) for row in rows])).wait()
-        total = torch.zeros_like(rows[0])
-        for message in received:
-            total += decode(message, bucket, own.dtype)
-        gathered = comm.all_gather(encode(total / comm.size)).wait()
-        found.append(torch.cat([decode(message, bucket, own.dtype) for message in gathered]))
-    mean = torch.cat(found)
-    return mean if bool(torch.isfinite(mean).all()) else None
+        total = decode(received[0], torch.empty_like(rows[0]))
+        for message in received[1:]:
+            total += decode(message, out[0])  # which is written only below
+        gathered = comm.all_gather(encode(total.div_(comm.size))).wait()
+        for message, row in zip(gathered, out, strict=True):
+            decode(message, row)
+    return mean if bool(torch.isfinite(mean.max())) else None
 
 
 def encode(x: Tensor) -> Tensor:
     """[chunk], not negative -> uint8 [message_bytes]."""
-    top = torch.ceil(torch.log2(x.max()) * STEPS)
-    top = torch.where(torch.isfinite(x).all(), top, math.nan)
-    codes = torch.round(torch.log2(x) * STEPS) - top + 255
-    codes = torch.where(x > 0, codes.clamp(1, 255), 0.0).nan_to_num(0)
+    largest = x.max()  # nan if there is one
+    top = torch.where(torch.isfinite(largest), torch.ceil(torch.log2(largest) * STEPS), math.nan)
     message = torch.zeros(message_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     message[:4].view(torch.float32)[0] = top
-    message[4 : 4 + x.numel()] = codes.to(torch.uint8)
+    for part, said in zip(torch.split(x, PIECE), torch.split(message[4 : 4 + x.numel()], PIECE), strict=True):
+        codes = torch.round(torch.log2(part) * STEPS) - top + 255
+        said.copy_(torch.where(part > 0, codes.clamp(1, 255), 0.0).nan_to_num(0))
     return message
 
 
-def decode(message: Tensor, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """uint8 [message_bytes] -> [chunk], by a table of exact powers, so that every machine gets the same bits."""
+def decode(message: Tensor, out: Tensor) -> Tensor:
+    """uint8 [message_bytes] -> `out`, [chunk], by a table of exact powers, so that every machine gets the same bits."""
     top = float(message[:4].view(torch.float32)[0])
     if not math.isfinite(top):
         values = [0.0 if top < 0 else math.nan] * 256  # all zero, or not finite
     else:
         values = [0.0, *(_power(int(top) + code - 255) for code in range(1, 256))]
-    table = torch.tensor(values, dtype=torch.float64).to(dtype).to(message.device)
-    return table[message[4 : 4 + bucket.chunk].int()]
+    table = torch.tensor(values, dtype=torch.float64).to(out.dtype).to(message.device)
+    for part, said in zip(torch.split(out, PIECE), torch.split(message[4 : 4 + out.numel()], PIECE), strict=True):
+        part.copy_(table[said.int()])
+    return out
 
 
 def message_bytes(chunk: int) -> int:

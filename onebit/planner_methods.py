@@ -41,7 +41,7 @@ LAMB_APPLY = 28.0  # the same; and to measure: fresh variance read and written, 
 FOLLOW = 12.0  # a worker's own variance read and written, gradient: local variance, in its warm-up too
 LOCAL_APPLY = 12.0 + FOLLOW  # parameter read and written, denominator; and that
 LOW_RANK = 32.0  # the matrix read for P and for Q, error read, written and added
-RENEW = 350.0  # of an exchange of the variance: in torch, in many passes; by what was measured, not counted
+RENEW = 500.0  # of an exchange of the variance: in torch, in many passes; by what was measured, not counted
 ZERO_ONE_SYNC, ZERO_ONE_LOCAL = 28.0, 32.0  # parameter 8, momentum 8, variance 4, update 8; and gradient 4
 
 KernelFactor = Literal["kernel_factor", "int8_factor", "int4_factor", "local_factor"]

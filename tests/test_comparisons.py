@@ -48,7 +48,7 @@ def test_norms_of_layers_follow_from_scales(sizes, n, codec, seed):
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_momentum_ratio_is_the_norm_at_the_switch_over_the_norm_now(codec):
-    low, high, step = 0.5, 4.0, 0.1
+    low, high, step = 0.5, 2.0, 0.1
 
     def work(comm):
         seen = {}
