@@ -243,11 +243,7 @@ class TorchBackend:
 
     def _parts(self, bucket: Bucket) -> list[tuple[Run, slice, slice]]:
         """The runs of a bucket, with where each lies in the bucket's elements and in its layers."""
-        first = bucket.layers[0].index
-        return [
-            (run, here, slice(run.first - first, run.first - first + len(run.layers)))
-            for run, here in self._runs[bucket.index]
-        ]
+        return [(run, here, run.layers_in(bucket)) for run, here in self._runs[bucket.index]]
 
 
 def chosen(keep: Tensor | None, new: Tensor, old: Tensor | float) -> Tensor:

@@ -123,6 +123,11 @@ class Run:
         """Where this run lies in a tensor of one value per layer."""
         return slice(self.first, self.first + len(self.layers))
 
+    def layers_in(self, bucket: Bucket) -> builtins.slice:
+        """Where its layers are among those of its bucket."""
+        first = self.first - bucket.layers[0].index
+        return slice(first, first + len(self.layers))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """One view per layer, in the layer's shape, of a flat stretch of this run."""
         return [flat[a.start - self.start : a.stop - self.start].view(a.shape) for a in self.layers]

@@ -112,8 +112,7 @@ class LocalVarianceLamb(LayerwiseRate, LocalVariance):
             x_norms.append(self._backend.norms(x))
             hyper = step.hypers.of(run)
             if numbers is None or not hyper.weight_decay:
-                first = run.first - codec.bucket.layers[0].index
-                updates.append(direction[first : first + len(run.layers)])
+                updates.append(direction[run.layers_in(codec.bucket)])
                 continue
             u = numbers[here]
             run.add_scaled(u, x, hyper.weight_decay)

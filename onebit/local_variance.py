@@ -231,7 +231,6 @@ class LocalVariance(FlatOptimizer):
     def _compressed_start(self, exchange: OneBitExchange, steps: Sequence[BucketStep]) -> Start:
         """The worker's part, (1 - beta1) g / d + beta1 z: how the mean of a bucket begins."""
         backend, momentum, like, d = self._backend, list(self._momentum), self._x[0], self._flat["denominator"]
-
         spare = self._spare
 
         def start(bucket: Bucket, grads: Sequence[Tensor | None], comm: Comm) -> BucketMean:
@@ -275,9 +274,9 @@ class LocalVariance(FlatOptimizer):
         assert self._layout is not None
         own = self._own[bucket.slice]
         if keep is None and self._smoothed is None:  # where they lie, without large new tensors
-            views, first = Run(bucket.layers).views(own), bucket.layers[0].index
+            views = Run(bucket.layers).views(own)
             for run, _ in self._layout.runs_in(bucket):
-                here, beta2 = slice(run.first - first, run.first - first + len(run.layers)), hypers.of(run).beta2
+                here, beta2 = run.layers_in(bucket), hypers.of(run).beta2
                 torch._foreach_mul_(views[here], beta2)
                 given = [(v, g.to(v.dtype)) for v, g in zip(views[here], grads[here], strict=True) if g is not None]
                 if given:

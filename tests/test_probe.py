@@ -28,7 +28,7 @@ from onebit.flat import Stage
 from onebit.link_fit import COLLECTIVES, Sample, Terms, fit_quartiles, fit_times, terms_of
 from onebit.plan_command import model_shapes
 from onebit.planner import METHODS, all_reduce_s, exchange_s, step_time
-from onebit.planner_inputs import Model, Network, Range, Run, Setup, Work
+from onebit.planner_inputs import FACTORS, Model, Network, Range, Run, Setup, Work
 from onebit.planner_methods import LAMB_UPDATE
 from onebit.probe import probe, subject_of
 from onebit.probe_command import probe_command
@@ -41,7 +41,6 @@ from tests.processes import run_processes
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
 SIZES = (64, 4096, 2**18, 2**22)
-FACTORS = ("kernel_factor", "plain_factor", "int8_factor", "int4_factor", "local_factor")
 
 
 def timed(latency: float, message: float, rate: float, workers: int, per_machine: int) -> list[tuple[Terms, float]]:
