@@ -103,6 +103,7 @@ def setup(
     work = Work(
         micro, accumulation, samples, other_s=STEP_S, overlap=0.0, memory_gbyte_s=V100_GBYTE_S,
         kernel_factor=KERNEL_FACTOR, int8_factor=KERNEL_FACTOR, int4_factor=KERNEL_FACTOR, local_factor=KERNEL_FACTOR,
+        low_rank_factor=KERNEL_FACTOR,
     )  # fmt: skip
     return Setup(MODEL, net, work, Run(steps, warmup_share=warmup))
 

@@ -80,6 +80,9 @@ def plan_command(
     ] = None,
     int4_factor: Annotated[str | None, typer.Option(help=f"The same of 4-bit integers; {Work.int4_factor}.")] = None,
     local_factor: Annotated[str | None, typer.Option(help=f"The same of local variance; {Work.local_factor}.")] = None,
+    low_rank_factor: Annotated[
+        str | None, typer.Option(help=f"The same of torch's PowerSGD hook; {Work.low_rank_factor}.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the run.")] = 10_000,
     freeze_step: Annotated[str, typer.Option(help="Share of the run before the switch.")] = "0.17",
     price: Annotated[str, typer.Option(help="Of a machine for an hour.")] = "0",
@@ -138,6 +141,7 @@ def plan_command(
         int8_factor=probed_or("int8_factor", int8_factor, Work.int8_factor),
         int4_factor=probed_or("int4_factor", int4_factor, Work.int4_factor),
         local_factor=probed_or("local_factor", local_factor, Work.local_factor),
+        low_rank_factor=probed_or("low_rank_factor", low_rank_factor, Work.low_rank_factor),
     )
     run = Run(steps, amount(freeze_step, "--freeze-step"), price_per_machine_hour=amount(price, "--price"))
     setup = Setup(Model(shapes, _width(precision)), network, work, run)

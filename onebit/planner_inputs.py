@@ -145,6 +145,7 @@ class Work:
         plain_factor: the same of plain updates and of conversions to 16 bits and back.
         int8_factor, int4_factor: the same of the kernels of blockwise integers of 8 and of 4 bits.
         local_factor: the same of the steps of local variance, with its update.
+        low_rank_factor: the same of what torch's PowerSGD hook computes.
 
     The defaults of these factors were measured on a CPU, the first two by `onebit bench`, the others by `onebit probe`;
     they also stand for GPUs, where none is known.
@@ -166,6 +167,7 @@ class Work:
     int8_factor: Number = 4.3
     int4_factor: Number = 5.7
     local_factor: Number = 2.3
+    low_rank_factor: Number = 5.0
 
     def __post_init__(self) -> None:
         _number("micro_step_s", self.micro_step_s, 0.0, above=True)
@@ -210,7 +212,7 @@ class Setup:
 
 
 PARTS = ("network", "work", "run")
-FACTORS = ("kernel_factor", "plain_factor", "int8_factor", "int4_factor", "local_factor")
+FACTORS = ("kernel_factor", "plain_factor", "int8_factor", "int4_factor", "local_factor", "low_rank_factor")
 
 
 def ranges(setup: Setup) -> list[tuple[str, str, Range]]:

@@ -44,7 +44,7 @@ LOW_RANK = 32.0  # the matrix read for P and for Q, error read, written and adde
 RENEW = 500.0  # of an exchange of the variance: in torch, in many passes; by what was measured, not counted
 ZERO_ONE_SYNC, ZERO_ONE_LOCAL = 28.0, 32.0  # parameter 8, momentum 8, variance 4, update 8; and gradient 4
 
-KernelFactor = Literal["kernel_factor", "int8_factor", "int4_factor", "local_factor"]
+KernelFactor = Literal["kernel_factor", "int8_factor", "int4_factor", "local_factor", "low_rank_factor"]
 """Of `planner_inputs.Work`: how much longer kernels take than the memory traffic that is counted here."""
 
 
@@ -238,6 +238,7 @@ def _powersgd(setup: Setup) -> Steps:
         (4 * plain, 4 * factors),
         encode_bytes=LOW_RANK,
         plain_bytes=ADAMW_UPDATE,
+        factor="low_rank_factor",
         ddp=True,
     )
     return [(first, replace(_full(setup, 4, ADAMW_UPDATE), name="warm-up")), (setup.run.steps - first, low)]

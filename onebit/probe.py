@@ -214,7 +214,7 @@ def probe(
     if comm.size > 1:
         network = time_network(cases_of(shapes, comm.size), comm, per_machine, device, max(1.0, budget))
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
-    kernels = kernel_speed(parameters, comm.size, device, SHARES["kernels"] * seconds)
+    kernels = kernel_speed(shapes, comm.size, device, SHARES["kernels"] * seconds)
     result = {
         "format": FORMAT,
         "versions": versions(),

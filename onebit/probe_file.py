@@ -12,7 +12,7 @@ from typing import Any
 from onebit.errors import ConfigError
 from onebit.planner_inputs import Number, Range, Shapes
 
-FORMAT = "onebit probe 2"
+FORMAT = "onebit probe 3"
 SAME_MODEL = 0.01  # of the parameters: how far a model may be from that of a probe whose step is to stand for it
 MOST_GBIT_S = 1e5  # a link faster than that is a fit of noise
 
@@ -47,6 +47,7 @@ class Probed:
     int8_factor: float
     int4_factor: float
     local_factor: float
+    low_rank_factor: float | None
     device: str
     threads: int
 
@@ -88,6 +89,7 @@ class Probed:
             "int8_factor": self.int8_factor,
             "int4_factor": self.int4_factor,
             "local_factor": self.local_factor,
+            "low_rank_factor": self.low_rank_factor,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -129,6 +131,7 @@ def _probed(found: dict[str, Any]) -> Probed:
     if not isinstance(inside, bool):
         raise ConfigError(f"network.inside is {inside!r}; it must be true or false")
     share = part_of(found, "step", "backward_share")
+    low_rank = part_of(found, "kernels", "low_rank_factor")
     device = part_of(found, "device")
     if not isinstance(device, str):
         raise ConfigError(f"device is {device!r}; it must be text")
@@ -154,6 +157,7 @@ def _probed(found: dict[str, Any]) -> Probed:
         int8_factor=_range(found, "kernels", "int8_factor", above=False).likely,
         int4_factor=_range(found, "kernels", "int4_factor", above=False).likely,
         local_factor=_range(found, "kernels", "local_factor").likely,
+        low_rank_factor=None if low_rank is None else _range(found, "kernels", "low_rank_factor").likely,
         device=device,
         threads=whole_in(found, "threads"),
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +17,17 @@ import onebit
 from onebit.comm import Comm, Pending
 from onebit.kernels import choose
 from onebit.local_variance import Schedule
-from onebit.planner_inputs import Range, transformer_shapes
-from onebit.planner_methods import LAMB_APPLY, LAMB_UPDATE, LOCAL_APPLY, exchange_bytes
+from onebit.planner_inputs import Range, Shapes, transformer_shapes
+from onebit.planner_methods import LAMB_APPLY, LAMB_UPDATE, LOCAL_APPLY, LOW_RANK, exchange_bytes
+from onebit.probe_powersgd import low_rank_step
 
-MOST_ELEMENTS = 4_000_000
+log = logging.getLogger("onebit")
+
+MOST_ELEMENTS = 16_000_000  # more than caches hold
 DECAY = 0.01  # as most trainings have it; some kernels have more to do then
 COPY_BYTES = 8.0  # per element of float32: read and written
 PHASES = ("encode", "serve", "commit", "measure", "apply")
-WHOLE = ("warmup_step", "int8_step", "int4_step", "local_step")
+WHOLE = ("warmup_step", "int8_step", "int4_step", "local_step", "low_rank_step")
 
 
 def quartiles(values: list[float]) -> Range:
@@ -77,73 +82,84 @@ class Echo(Comm):
         self.marks.append((name, synchronized(self._device)))
 
 
-def kernel_speed(parameters: int, workers: int, device: torch.device, budget_s: float) -> dict[str, Any]:
-    """Time compressed and warm-up steps of LAMB, 1-bit and with local variance, and a copy, in turns.
+def kernel_speed(shapes: Shapes, workers: int, device: torch.device, budget_s: float) -> dict[str, Any]:
+    """Time steps of LAMB, 1-bit, warm-up and with local variance, and PowerSGD's hook, each in turns with a copy.
 
     Args:
-        parameters: of the model; at most 4 million are timed.
+        shapes: of the model's layers; where they have more than 16 million elements together, those of a Transformer of
+            so many stand for it.
         workers: whose share of the server's work is this worker's, >= 1.
-        budget_s: seconds, of which at least three turns are taken.
+        budget_s: seconds; at least three turns of each are taken.
 
     Returns:
-        kernels, elements, rounds; copy_gbyte_s, and the factors, as `Range`s in the terms of `planner_inputs.Work`;
-        ns_per_element, the same for each phase of a compressed step of 1-bit LAMB: encode (the worker's messages),
-        serve, commit (both errors), measure (the refreshed variance and norms), apply; and for whole steps: warmup_step
-        (fp32), int8_step and int4_step of the warm-up, local_step, between two exchanges of the variance.
+        kernels, elements, rounds; copy_gbyte_s, and the factors, as `Range`s in the terms of `planner_inputs.Work`,
+        that of PowerSGD None where torch has no process group for the device; ns_per_element, the same for each phase
+        of a compressed step of 1-bit LAMB: encode (the worker's messages), serve, commit (both errors), measure (the
+        refreshed variance and norms), apply; and for whole steps: warmup_step (fp32), int8_step and int4_step of the
+        warm-up, local_step, between two exchanges of the variance, low_rank_step.
     """
-    count = min(parameters, MOST_ELEMENTS)
+    if sum(math.prod(shape) for shape in shapes) > MOST_ELEMENTS:
+        shapes = transformer_shapes(MOST_ELEMENTS)
+    count = sum(math.prod(shape) for shape in shapes)
     n = max(2, workers)
-    with _unheard():
-        stage, steps = _Timed(count, n, device), _whole_steps(count, n, device)
     source, target = torch.rand(count, device=device), torch.zeros(count, device=device)
-    phases: dict[str, list[float]] = {name: [] for name in (*PHASES, "step", "copy", *WHOLE)}
-    until = time.perf_counter() + budget_s
-    turn = 0
-    while turn < 4 or (time.perf_counter() < until and turn < 30):
-        took = stage.step()
-        took["copy"] = _seconds(lambda: target.copy_(source), device)
-        took |= {name: _seconds(step, device) for name, step in steps.items()}
-        for name, seconds in took.items() if turn else ():  # the first turn touches the pages
-            phases[name].append(seconds)
-        turn += 1
-    per_element = {name: quartiles([s / count * 1e9 for s in values]) for name, values in phases.items()}
+    phases: dict[str, list[float]] = {}  # seconds
+    copies: dict[str, list[float]] = {}  # the same of the copies beside them
+    makers = _makers(shapes, n, device)
+    for make in makers:  # one after the other, so that the state of one at a time is held
+        with _unheard():
+            step = make()
+        if step is None:
+            log.warning("PowerSGD is not timed: this build of torch has no process group for %s", device.type)
+        until = time.perf_counter() + budget_s / len(makers)
+        turn = 0
+        while step is not None and (turn < 4 or (time.perf_counter() < until and turn < 30)):
+            took, copy = step(), _seconds(lambda: target.copy_(source), device)
+            for name, seconds in took.items() if turn else ():  # the first turn touches the pages
+                phases.setdefault(name, []).append(seconds)
+                copies.setdefault(name, []).append(copy)
+            turn += 1
+    moved = {
+        name: [COPY_BYTES * s / c for s, c in zip(found, copies[name], strict=True)] for name, found in phases.items()
+    }
+    every_copy = [copy for name in ("step", *WHOLE) for copy in copies.get(name, [])]
     return {
         "kernels": "{} ({})".format(*choose(device, torch.float32)),
         "elements": count,
-        "rounds": turn - 1,
-        "copy_gbyte_s": quartiles([COPY_BYTES * count / s / 1e9 for s in phases["copy"]]),
-        **factors(phases, n),
-        "ns_per_element": {name: per_element[name] for name in (*PHASES, *WHOLE)},
+        "rounds": min(map(len, phases.values())),
+        "copy_gbyte_s": quartiles([COPY_BYTES * count / s / 1e9 for s in every_copy]),
+        **factors(moved, n),
+        "ns_per_element": {
+            name: quartiles([s / count * 1e9 for s in phases[name]]) for name in (*PHASES, *WHOLE) if name in phases
+        },
     }
 
 
-def factors(seconds: Mapping[str, list[float]], workers: int) -> dict[str, Range]:
-    """Times over those of the memory traffic that the cost model counts for them, at the speed of the copy.
+def factors(moved: Mapping[str, list[float]], workers: int) -> dict[str, Range | None]:
+    """Times over those of the memory traffic that the cost model counts for them.
 
     Args:
-        seconds: of "copy", "step" (1-bit LAMB, compressed) and each of `WHOLE`, in the same turns.
+        moved: bytes per element that a copy moves in the time of a "step" (1-bit LAMB, compressed), and of each of
+            `WHOLE`; "low_rank_step" may be missing.
         workers: n of the server's share.
 
     Returns:
-        By name of `planner_inputs.Work`. Those of integers are of what a warm-up takes beyond that of fp32, 0 where it
-        takes no longer.
+        By name of `planner_inputs.Work`; None for what is missing. Those of integers are of what a warm-up takes beyond
+        the median of one in fp32, 0 where it takes no longer.
     """
-    floor = [copy / COPY_BYTES for copy in seconds["copy"]]
 
-    def over(times: list[float], moved: float) -> Range:
-        return quartiles([s / moved / f for s, f in zip(times, floor, strict=True)])
+    def over(name: str, counted: float, less: float = 0.0) -> Range:
+        return quartiles([max(0.0, each - less) / counted for each in moved[name]])
 
-    def beyond(bits: int) -> Range:
-        pairs = zip(seconds[f"int{bits}_step"], seconds["warmup_step"], strict=True)
-        return over([max(0.0, whole - plain) for whole, plain in pairs], sum(exchange_bytes(workers, bits)))
-
+    plain = quartiles(moved["warmup_step"]).likely
     one_bit = sum(exchange_bytes(workers))
     return {
-        "kernel_factor": over(seconds["step"], one_bit + LAMB_APPLY),
-        "plain_factor": over(seconds["warmup_step"], LAMB_UPDATE),
-        "int8_factor": beyond(8),
-        "int4_factor": beyond(4),
-        "local_factor": over(seconds["local_step"], one_bit + LOCAL_APPLY),
+        "kernel_factor": over("step", one_bit + LAMB_APPLY),
+        "plain_factor": over("warmup_step", LAMB_UPDATE),
+        "int8_factor": over("int8_step", sum(exchange_bytes(workers, 8)), plain),
+        "int4_factor": over("int4_step", sum(exchange_bytes(workers, 4)), plain),
+        "local_factor": over("local_step", one_bit + LOCAL_APPLY),
+        "low_rank_factor": over("low_rank_step", LOW_RANK) if "low_rank_step" in moved else None,
     }
 
 
@@ -154,29 +170,45 @@ class _Never(Schedule):
         return 10**9
 
 
-def _whole_steps(count: int, workers: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """The steps that are timed as a whole, ready to be timed."""
+Timed = Callable[[], dict[str, float]]
 
-    def common() -> dict[str, Any]:
-        return {"params": _parameters(count, device), "lr": 1e-4, "weight_decay": DECAY, "comm": Echo(workers, device)}
 
-    local = onebit.LocalVarianceLamb(**common(), warmup_steps=1, warmup_transport="fp32", schedule=_Never())
-    made: dict[str, Any] = {
-        "warmup_step": onebit.Lamb(**common()),
-        "int8_step": onebit.Lamb(**common(), transport="int8"),
-        "int4_step": onebit.Lamb(**common(), transport="int4"),
-        "local_step": local,
-    }
-    for optimizer in made.values():
-        for _ in range(3 if optimizer is local else 1):  # the warm-up, and the last steps with momentum as numbers
-            optimizer.step()
-    return {name: optimizer.step for name, optimizer in made.items()}
+def _makers(shapes: Shapes, workers: int, device: torch.device) -> list[Callable[[], Timed | None]]:
+    """Of each step that is timed: a function that makes it ready, and returns one that takes it and gives seconds."""
+
+    def whole(name: str) -> Timed:
+        step = _whole_step(name, shapes, workers, device)
+        return lambda: {name: _seconds(step, device)}
+
+    def low_rank() -> Timed | None:
+        step = low_rank_step(shapes, device)
+        return None if step is None else lambda: {"low_rank_step": step()}
+
+    ours = [partial(whole, name) for name in WHOLE if name != "low_rank_step"]
+    return [lambda: _Phases(shapes, workers, device).step, *ours, low_rank]
+
+
+def _whole_step(name: str, shapes: Shapes, workers: int, device: torch.device) -> Callable[[], object]:
+    """One of `WHOLE`, ready to be timed."""
+    common: dict[str, Any] = {
+        "params": _parameters(shapes, device), "lr": 1e-4, "weight_decay": DECAY, "comm": Echo(workers, device)
+    }  # fmt: skip
+    made: Any
+    if name == "local_step":
+        made = onebit.LocalVarianceLamb(**common, warmup_steps=1, warmup_transport="fp32", schedule=_Never())
+    else:
+        transport: Any = {"warmup_step": "fp32", "int8_step": "int8", "int4_step": "int4"}[name]
+        made = onebit.Lamb(**common, transport=transport)
+    for _ in range(3 if name == "local_step" else 1):  # the warm-up, and the last steps with momentum as numbers
+        made.step()
+    step: Callable[[], object] = made.step
+    return step
 
 
 @contextmanager
 def _unheard() -> Iterator[None]:
     """Without the library's log, which would rightly say that all workers hold the same gradients."""
-    log, before = logging.getLogger("onebit"), logging.getLogger("onebit").level
+    before = log.level
     log.setLevel(logging.ERROR)
     try:
         yield
@@ -184,13 +216,13 @@ def _unheard() -> Iterator[None]:
         log.setLevel(before)
 
 
-class _Timed:
+class _Phases:
     """A compressed step of 1-bit LAMB in its phases, as its collectives and its back-end's calls delimit them."""
 
-    def __init__(self, count: int, workers: int, device: torch.device) -> None:
+    def __init__(self, shapes: Shapes, workers: int, device: torch.device) -> None:
         self._device, self._comm = device, Echo(workers, device)
         self._optimizer = onebit.OneBitLamb(
-            _parameters(count, device), lr=1e-4, freeze_step=1, weight_decay=DECAY, comm=self._comm
+            _parameters(shapes, device), lr=1e-4, freeze_step=1, weight_decay=DECAY, comm=self._comm
         )
         for _ in range(3):  # the warm-up, the switch, the last step that holds the momentum as numbers
             self._optimizer.step()
@@ -222,10 +254,10 @@ class _Timed:
         return {"encode": sent - began, "serve": replied - sent, "commit": rest, **self._spent, "step": ended - began}
 
 
-def _parameters(count: int, device: torch.device) -> list[nn.Parameter]:
+def _parameters(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     made = []
-    for shape in transformer_shapes(count):
+    for shape in shapes:
         p = nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device))
         p.grad = (torch.randn(shape, generator=generator) * 1e-3 + 1e-8).to(device)
         made.append(p)

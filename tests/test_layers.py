@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "onebit"
-PROGRAM = {"train", "launch", "together", "commands", "peer"}  # they start and join process groups
+PROGRAM = {"train", "launch", "together", "commands", "peer", "probe_powersgd"}  # they make and join process groups
 CLIENTS = {"ddp"}  # of other libraries: it takes DDP's types, and leaves collectives to comm
 
 

@@ -87,6 +87,7 @@ def test_a_range_given_is_a_range_in_the_answer():
         (("--int8-factor", 30), "work", "int8_factor", 30.0),
         (("--int4-factor", 30), "work", "int4_factor", 30.0),
         (("--local-factor", 30), "work", "local_factor", 30.0),
+        (("--low-rank-factor", 30), "work", "low_rank_factor", 30.0),
         (("--freeze-step", 0.3), "run", "warmup_share", 0.3),
     ],
 )

@@ -37,12 +37,14 @@ from onebit.planner_bytes import flat_layout, integer_messages, low_rank_element
 from onebit.planner_inputs import Model, Network, Range, Run, Setup, Work, corners, transformer_shapes
 from onebit.planner_methods import (
     ADAM_APPLY,
+    ADAMW_UPDATE,
     ENCODE,
     FOLLOW,
     LAMB_APPLY,
     LAMB_UPDATE,
     LOCAL_APPLY,
     LOCAL_STEPS,
+    LOW_RANK,
     RENEW,
     SERVER,
     SERVER_PER_CHUNK,
@@ -223,6 +225,7 @@ setups = st.builds(
     int8_factor=st.floats(0, 10),
     int4_factor=st.floats(0, 10),
     local_factor=st.floats(0, 10),
+    low_rank_factor=st.floats(0, 10),
     steps=st.sampled_from([2, 24, 500]),
 )
 
@@ -248,11 +251,12 @@ def test_a_faster_link_is_never_slower(setup, factor):
 
 LOCAL = {"local-variance-lamb", "local-variance-adam"}
 WITH_FACTOR = {
-    "kernel_factor": {"powersgd", "zero-one-adam", *(n for n in METHODS if n.startswith("onebit-"))},
+    "kernel_factor": {"zero-one-adam", *(n for n in METHODS if n.startswith("onebit-"))},
     "plain_factor": set(METHODS),
     "int8_factor": {"onebit-lamb-int8"},
     "int4_factor": {"onebit-lamb-int4", *LOCAL},
     "local_factor": LOCAL,
+    "low_rank_factor": {"powersgd"},
 }
 
 
@@ -271,9 +275,10 @@ def test_slower_kernels_slow_down_the_methods_that_have_them_and_no_others(setup
         assert after.total_s >= before.total_s * (1 - 1e-12)
 
 
-def test_kernels_of_integers_and_of_local_variance_are_timed_by_their_own_factors():
+def test_kernels_of_integers_local_variance_and_powersgd_are_timed_by_their_own_factors():
     """By hand: 1e9 parameters and 1e9 byte/s, so that a byte per parameter takes a second; 8 workers."""
-    own = {"kernel_factor": 2.0, "plain_factor": 3.0, "int8_factor": 5.0, "int4_factor": 7.0, "local_factor": 11.0}
+    own = {"kernel_factor": 2.0, "plain_factor": 3.0, "int8_factor": 5.0, "int4_factor": 7.0, "local_factor": 11.0,
+           "low_rank_factor": 13.0}  # fmt: skip
     setup = setup_of(((10**6, 10**3),), 8, 1, memory_gbyte_s=1.0, **own)
 
     def parts(name: str, stage: int) -> tuple[float, float, float]:
@@ -290,6 +295,7 @@ def test_kernels_of_integers_and_of_local_variance_are_timed_by_their_own_factor
     assert parts("local-variance-lamb", 0) == pytest.approx((*int4, 3 * LAMB_UPDATE + 11 * FOLLOW))
     assert parts("local-variance-lamb", 1) == pytest.approx((11 * ENCODE, 11 * served, 11 * LOCAL_APPLY))
     assert parts("local-variance-lamb", 2) == pytest.approx((11 * ENCODE, 11 * served, 11 * RENEW))
+    assert parts("powersgd", 1) == pytest.approx((13 * LOW_RANK, 0.0, 3 * ADAMW_UPDATE))
 
 
 @given(st.sampled_from([2, 4, 8, 16, 32]), st.integers(1, 40), st.integers(1, 12))

@@ -28,13 +28,14 @@ from onebit.flat import Stage
 from onebit.link_fit import COLLECTIVES, Sample, Terms, fit_quartiles, fit_times, terms_of
 from onebit.plan_command import model_shapes
 from onebit.planner import METHODS, all_reduce_s, exchange_s, step_time
-from onebit.planner_inputs import FACTORS, Model, Network, Range, Run, Setup, Work
+from onebit.planner_inputs import FACTORS, Model, Network, Range, Run, Setup, Work, transformer_shapes
 from onebit.planner_methods import LAMB_UPDATE
 from onebit.probe import probe, subject_of
 from onebit.probe_command import probe_command
 from onebit.probe_file import read_probe
-from onebit.probe_kernels import PHASES, WHOLE, _unheard, _whole_steps, factors, kernel_speed, quartiles
+from onebit.probe_kernels import PHASES, WHOLE, _unheard, _whole_step, factors, kernel_speed, quartiles
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
+from onebit.probe_powersgd import low_rank_step
 from onebit.virtual import run_workers
 from tests.processes import run_processes
 
@@ -242,7 +243,7 @@ def test_the_two_smallest_sizes_are_timed_on_any_link():
 
 
 def test_kernels_are_timed_phase_by_phase():
-    found = kernel_speed(50_000, 3, CPU, 0.2)
+    found = kernel_speed(transformer_shapes(50_000), 3, CPU, 0.2)
     assert set(found["ns_per_element"]) == {*PHASES, *WHOLE}
     assert found["elements"] == 50_000
     assert found["rounds"] >= 3
@@ -252,45 +253,86 @@ def test_kernels_are_timed_phase_by_phase():
         assert found["ns_per_element"][f"int{bits}_step"].likely > found["ns_per_element"]["warmup_step"].likely
 
 
+def test_where_powersgd_cannot_be_timed_its_factor_is_missing_and_a_plan_takes_the_usual_one(
+    measured, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("onebit.probe_kernels.low_rank_step", lambda shapes, device: None)
+    with caplog.at_level("WARNING", logger="onebit"):
+        found = kernel_speed(((20, 30),), 2, CPU, 0.1)
+    assert found["low_rank_factor"] is None
+    assert "low_rank_step" not in found["ns_per_element"]
+    assert "PowerSGD is not timed" in caplog.text
+    file = changed(measured, tmp_path, "kernels", "low_rank_factor", value=None)
+    assert json.loads(call("plan", "--probe", file, "--json").stdout)["setup"]["work"]["low_rank_factor"] == (
+        Work.low_rank_factor
+    )
+
+
+def test_the_hook_that_is_timed_compresses_to_rank_4():
+    """What it leaves in the bucket is of that rank, and what it took out is its error: together the gradient."""
+    shapes = ((40, 50), (50,))
+    step = low_rank_step(shapes, CPU)
+    assert step is not None
+    state, bucket = (cell.cell_contents for cell in sorted_cells(step, "state", "bucket"))
+    for _ in range(3):
+        before = state.error_dict[0].clone()
+        assert step() > 0
+        assert torch.linalg.matrix_rank(bucket.gradients()[0], rtol=1e-4) == 4
+        assert torch.allclose(bucket.buffer() + state.error_dict[0], bucket.given + before, atol=1e-7)
+        assert torch.allclose(bucket.gradients()[1], bucket.given[2000:])
+
+
+def sorted_cells(call: Any, *names: str) -> list[Any]:
+    return [call.__closure__[call.__code__.co_freevars.index(name)] for name in names]
+
+
+def test_models_larger_than_16_million_elements_are_timed_by_a_transformer_of_so_many(monkeypatch):
+    monkeypatch.setattr("onebit.probe_kernels.MOST_ELEMENTS", 10_000)
+    assert kernel_speed(((500, 500),), 2, CPU, 0.1)["elements"] == 10_000
+
+
 POSITIVE = st.floats(0.01, 100)
 
 
-@given(POSITIVE, POSITIVE, POSITIVE, POSITIVE, POSITIVE, st.integers(2, 64), st.floats(0.1, 1000))
-def test_factors_are_those_with_which_the_model_gives_the_times(one_bit, plain, int8, int4, local, workers, rate):
+@given(POSITIVE, POSITIVE, POSITIVE, POSITIVE, POSITIVE, POSITIVE, st.integers(2, 64), st.floats(0.1, 1000))
+def test_factors_are_those_with_which_the_model_gives_the_times(
+    one_bit, plain, int8, int4, local, low_rank, workers, rate
+):
     """So the bytes that the probe divides by are those that the model multiplies by."""
     work = Work(1.0, memory_gbyte_s=rate, kernel_factor=one_bit, plain_factor=plain, int8_factor=int8,
-                int4_factor=int4, local_factor=local)  # fmt: skip
+                int4_factor=int4, local_factor=local, low_rank_factor=low_rank)  # fmt: skip
     setup = Setup(Model(((1000, 1000),)), Network(workers, 1, 1.0), work, Run(100))
 
     def kernels(method: str, stage: int) -> list[float]:
         time = step_time(setup, METHODS[method].steps(setup)[stage][1])
-        return [time.encode_s + time.server_s + time.update_s]
+        return [(time.encode_s + time.server_s + time.update_s) / byte]
 
     byte = 1e6 / (rate * 1e9)
+    low_rank_s = step_time(setup, METHODS["powersgd"].steps(setup)[1][1]).encode_s
     found = factors(
         {
-            "copy": [8 * byte],
-            "warmup_step": [LAMB_UPDATE * plain * byte],
+            "warmup_step": [LAMB_UPDATE * plain],
             "step": kernels("onebit-lamb", 1),
             "int8_step": kernels("onebit-lamb-int8", 0),
             "int4_step": kernels("onebit-lamb-int4", 0),
             "local_step": kernels("local-variance-lamb", 1),
+            "low_rank_step": [low_rank_s / byte],
         },
         workers,
     )
     expected = {"kernel_factor": one_bit, "plain_factor": plain, "int8_factor": int8, "int4_factor": int4}
-    for name, value in (expected | {"local_factor": local}).items():
+    for name, value in (expected | {"local_factor": local, "low_rank_factor": low_rank}).items():
         assert found[name].likely == pytest.approx(value, rel=1e-6, abs=1e-6 * plain), name
 
 
 def test_integers_that_take_no_longer_than_fp32_have_the_factor_0_and_not_a_negative_one():
-    times = {name: [1.0, 2.0, 3.0] for name in ("copy", "step", *WHOLE)} | {"int4_step": [0.5, 1.5, 2.5]}
+    times = {name: [1.0, 2.0, 3.0] for name in ("step", *WHOLE)} | {"int4_step": [0.5, 1.5, 1.9]}
     assert factors(times, 2)["int4_factor"] == Range(0, 0, 0)
 
 
 def test_steps_of_local_variance_are_timed_between_exchanges_of_the_variance():
     with _unheard():
-        step: Any = _whole_steps(2_000, 3, CPU)["local_step"]
+        step: Any = _whole_step("local_step", ((2_000,),), 3, CPU)
         optimizer = step.__self__
         assert optimizer.stage is Stage.COMPRESSED
         due = optimizer.stats()["next_sync"]
@@ -461,8 +503,8 @@ def test_efficiency_is_that_of_each_quartile(measured, tmp_path):
     ("damage", "why"),
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
-        (lambda text: "[]", "is 'list', not 'onebit probe 2'"),
-        (lambda text: text.replace("onebit probe 2", "onebit probe 1"), "is 'onebit probe 1', not 'onebit probe 2'"),
+        (lambda text: "[]", "is 'list', not 'onebit probe 3'"),
+        (lambda text: text.replace("onebit probe 3", "onebit probe 2"), "is 'onebit probe 2', not 'onebit probe 3'"),
         (lambda text: text.replace('"local_factor"', '"global_factor"'), r"it has no kernels\.local_factor"),
         (lambda text: text.replace('"step"', '"stop"'), "is damaged: it has no step"),
         (lambda text: text.replace('"likely"', '"unlikely"'), r"it has no step\.forward_backward_s\.likely"),
@@ -502,6 +544,8 @@ def test_a_damaged_probe_is_one_clear_error(measured, tmp_path, damage, why):
         (("kernels", "int8_factor", "low"), -0.1),
         (("kernels", "int4_factor", "high"), math.nan),
         (("kernels", "local_factor", "likely"), 0),
+        (("kernels", "low_rank_factor"), 5.0),
+        (("kernels", "low_rank_factor", "low"), -1.0),
         (("model", "shapes"), [[-1, 3]]),
         (("model", "shapes"), [[1.5]]),
         (("model", "shapes"), []),

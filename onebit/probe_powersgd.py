@@ -1,0 +1,89 @@
+"""What torch's PowerSGD hook takes of a worker's own time, for a plan that compares with it: the hook itself, alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebit.planner_inputs import Shapes
+from onebit.planner_methods import RANK
+
+FIRST_STEPS = 4  # two with whole gradients, the least that torch allows; two in which buffers are made
+
+
+class _Bucket:
+    """What the hook reads of a bucket of DDP: gradients in one buffer, and views of it by layer."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        sizes = [math.prod(shape) for shape in shapes]
+        draws = torch.Generator().manual_seed(0)
+        self.given = (torch.randn(sum(sizes), generator=draws) * 1e-3).to(device)
+        self._buffer = self.given.clone()
+        self._views = [part.view(shape) for part, shape in zip(torch.split(self._buffer, sizes), shapes, strict=True)]
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        return self._views
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def low_rank_step(shapes: Shapes, device: torch.device) -> Callable[[], float] | None:
+    """A step of PowerSGD of rank 4 (`planner_methods.RANK`) in a group of one worker.
+
+    Args:
+        shapes: of the layers, float32, in one bucket.
+        device: where they lie.
+
+    Returns:
+        A function that runs the hook once and returns its seconds; None where torch was built without what is needed.
+    """
+    group = _group_of_one(device)
+    if group is None:
+        return None
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks  # not in every build
+
+    state = hooks.PowerSGDState(group, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    bucket: Any = _Bucket(shapes, device)
+
+    def step() -> float:
+        bucket.buffer().copy_(bucket.given)
+        _finish(device)
+        began = time.perf_counter()
+        hooks.powerSGD_hook(state, bucket).wait()
+        _finish(device)
+        return time.perf_counter() - began
+
+    for _ in range(FIRST_STEPS):
+        step()
+    return step
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _group_of_one(device: torch.device) -> Any:
+    """A process group of this worker alone, which no other knows of; None where there is none for the device."""
+    if not dist.is_available():
+        return None
+    store, patience = dist.HashStore(), timedelta(seconds=60)
+    if device.type == "cpu" and dist.is_gloo_available():
+        return dist.ProcessGroupGloo(store, 0, 1, patience)
+    if device.type == "cuda" and dist.is_nccl_available():
+        return dist.ProcessGroupNCCL(store, 0, 1, dist.ProcessGroupNCCL.Options())
+    return None
