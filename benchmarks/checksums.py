@@ -32,7 +32,7 @@ def measure(comm: Comm, parameters: int, steps: int) -> dict[str, float]:
     made = {}
     for name, used in (("without", comm), ("with", Checked(comm))):
         params = [torch.nn.Parameter(p.clone()) for p in start]
-        optimizer = onebit.OneBitLamb(params, lr=1e-3, freeze_step=steps, comm=used)
+        optimizer = onebit.OneBitLamb(params, lr=1e-3, freeze_step=steps, warmup_transport="fp32", comm=used)
         made[name] = params, optimizer
     times: dict[str, list[float]] = {}
     generator.manual_seed(comm.rank)

@@ -52,7 +52,8 @@ def train(comm: Comm, task: tasks.Task, args: argparse.Namespace) -> list[tuple[
     with tasks._building:
         model = task.build(args.seed)
     kind: Callable[..., onebit.OneBitLamb] = getattr(onebit, args.optimizer)
-    optimizer = kind(model.parameters(), lr=args.lr, freeze_step=args.freeze, betas=(0.9, 0.98), comm=comm)
+    how = {"freeze_step": args.freeze, "betas": (0.9, 0.98), "warmup_transport": "fp32"}
+    optimizer = kind(model.parameters(), lr=args.lr, comm=comm, **how)
     steps = args.freeze + ENDS[-1]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 30) * (1 - s / steps))
     rows = []

@@ -58,7 +58,8 @@ def trained(device: torch.device, steps: int, settings: dict[str, Any]) -> tuple
     random = torch.Generator().manual_seed(0)
     sizes = [5, 4099, 1, 300]
     params = [nn.Parameter(torch.randn(size, generator=random).to(device)) for size in sizes]
-    opt = onebit.OneBitLamb(params, 0.01, freeze_step=3, weight_decay=0.01, comm=Solo(), **settings)
+    how = {"freeze_step": 3, "weight_decay": 0.01, "warmup_transport": "fp32", "comm": Solo()}
+    opt = onebit.OneBitLamb(params, 0.01, **how, **settings)
     sent, passed = [], []
     for step in range(steps):
         for p in params:

@@ -101,6 +101,7 @@ class QuantisedMean:
         """Keep what was not sent, if the step counts. `keep`: bool [] where only the device knows."""
         for mean in self._under_way:
             mean.commit(keep)
+        self._under_way = []  # messages of this step are of no use in the next
 
     def hand_over(self, to: Exchange[Any], factor: Tensor) -> None:
         """What was not sent yet becomes the errors of another exchange of the same layout, times `factor`, [numel]."""

@@ -50,8 +50,8 @@ MicroBatch = Annotated[int | None, typer.Option(help="Windows of text per worker
 FreezeStep = Annotated[
     str | None,
     typer.Option(
-        help="Full-precision updates before the compressed stage; below 1, a share of the run; auto: when the variance "
-        "has settled."
+        help="Updates of the warm-up, before the compressed stage; below 1, a share of the run; auto: when the "
+        "variance has settled."
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order and masks.")]

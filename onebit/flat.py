@@ -120,7 +120,7 @@ class FlatState(torch.optim.Optimizer):
         if float(group["eps"]) == 0 and self._transport in BITS:
             raise ConfigError(
                 f"eps is 0 and gradients are sent as {self._transport}, where small ones are zero at first: 0 / 0; "
-                "give an eps above 0"
+                'give an eps above 0, or average in "fp32"'
             )
 
     def _settle(self) -> None:

@@ -24,7 +24,7 @@ PARTS = {
     "kernels": ("encode_s", "server_s", "update_s"),
     "network": ("local_mean_s", "all_to_all_s", "all_gather_s", "all_reduce_s"),
 }
-COLOURS = (*PALETTE, "#999999", "#332288", "#117733", "#882255", "#ddcc77", "#aa4499", "#44aa99", "#661100")
+COLOURS = (*PALETTE, "#999999", "#332288", "#117733", "#882255", "#ddcc77", "#aa4499", "#44aa99", "#661100", "#6699cc")
 """One for each method, the same in every map."""
 
 

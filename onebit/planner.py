@@ -352,7 +352,7 @@ def _row(method: Method, costs: list[Cost], base: list[Cost], edges: list[float]
 
 CAUTION = {
     "lamb": ("onebit-lamb", "onebit-lamb-int8", "onebit-lamb-int4", "local-variance-lamb"),
-    "adam": ("onebit-adam", "zero-one-adam"),
+    "adam": ("onebit-adam", "onebit-adam-int8", "zero-one-adam"),
 }
 """What may be recommended, the best tried first: a later one must save a further `WORTH_IT`. Local-variance Adam is
 not among them, since it did not hold the loss where it was tried (docs/log.md)."""

@@ -167,7 +167,7 @@ class Work:
     int8_factor: Number = 4.3
     int4_factor: Number = 5.7
     local_factor: Number = 2.3
-    low_rank_factor: Number = 5.0
+    low_rank_factor: Number = 3.3
 
     def __post_init__(self) -> None:
         _number("micro_step_s", self.micro_step_s, 0.0, above=True)

@@ -266,10 +266,9 @@ def _per_n(setup: Setup) -> float:
     return WORD_BYTES / setup.network.workers
 
 
-def _integer_state(setup: Setup, bits: int) -> float:
-    """Both errors; the step's messages, own, received, replied and gathered; and where blocks of 128 begin."""
-    messages = (3 + 1 / setup.network.workers) * (bits / 8 + 2 / BLOCK)
-    return WORD_BYTES + _per_n(setup) + messages + 8 / BLOCK
+def _integer_state(setup: Setup) -> float:
+    """Both errors, and where blocks of 128 begin."""
+    return WORD_BYTES + _per_n(setup) + 8 / BLOCK
 
 
 def _stages_state(bits: int, compressed: float) -> Callable[[Setup], State]:
@@ -279,7 +278,7 @@ def _stages_state(bits: int, compressed: float) -> Callable[[Setup], State]:
     """
 
     def state(setup: Setup) -> State:
-        before = ADAM_STATE + MEAN + (_integer_state(setup, bits) if bits < 16 else 0.0)
+        before = ADAM_STATE + MEAN + (_integer_state(setup) if bits < 16 else 0.0)
         after = compressed + _per_n(setup)
         return State(max(before, after + WORD_BYTES), after + 1 / 8)
 
@@ -292,7 +291,7 @@ def _local_state(smoothed: float) -> Callable[[Setup], State]:
     def state(setup: Setup) -> State:
         buckets = flat_layout(setup.model.shapes, setup.network.workers, DEFAULT_BUCKET_ELEMENTS).buckets
         ones = 2 * max(bucket.numel for bucket in buckets) / setup.model.parameters
-        before = ADAM_STATE + WORD_BYTES + MEAN + _integer_state(setup, 4)
+        before = ADAM_STATE + WORD_BYTES + MEAN + _integer_state(setup)
         after = 4 * WORD_BYTES + _per_n(setup) + ones  # own variance, denominator, error; input, kept on CPUs only
         return State(smoothed + max(before, after + WORD_BYTES), smoothed + after + 1 / 8)
 
@@ -372,6 +371,14 @@ METHODS: dict[str, Method] = {
             True,
             _two_stages("bf16", False),
             _stages_state(16, ADAM_HELD),
+        ),
+        Method(
+            "onebit-adam-int8",
+            "adam",
+            (("name", "onebit-adam"), ("warmup_transport", "int8")),
+            True,
+            _two_stages("int8", False),
+            _stages_state(8, ADAM_HELD),
         ),
         Method(
             "onebit-adam-paper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -23,7 +24,7 @@ from onebit.probe_powersgd import low_rank_step
 
 log = logging.getLogger("onebit")
 
-MOST_ELEMENTS = 16_000_000  # more than caches hold
+MOST_ELEMENTS = 12_000_000  # more than caches hold
 DECAY = 0.01  # as most trainings have it; some kernels have more to do then
 COPY_BYTES = 8.0  # per element of float32: read and written
 PHASES = ("encode", "serve", "commit", "measure", "apply")
@@ -86,7 +87,7 @@ def kernel_speed(shapes: Shapes, workers: int, device: torch.device, budget_s: f
     """Time steps of LAMB, 1-bit, warm-up and with local variance, and PowerSGD's hook, each in turns with a copy.
 
     Args:
-        shapes: of the model's layers; where they have more than 16 million elements together, those of a Transformer of
+        shapes: of the model's layers; where they have more than 12 million elements together, those of a Transformer of
             so many stand for it.
         workers: whose share of the server's work is this worker's, >= 1.
         budget_s: seconds; at least three turns of each are taken.
@@ -106,11 +107,14 @@ def kernel_speed(shapes: Shapes, workers: int, device: torch.device, budget_s: f
     phases: dict[str, list[float]] = {}  # seconds
     copies: dict[str, list[float]] = {}  # the same of the copies beside them
     makers = _makers(shapes, n, device)
-    for make in makers:  # one after the other, so that the state of one at a time is held
+    step: Timed | None = None
+    for make in makers:
+        step = None
+        gc.collect()  # so that the state of one at a time is held
         with _unheard():
             step = make()
         if step is None:
-            log.warning("PowerSGD is not timed: this build of torch has no process group for %s", device.type)
+            log.warning("PowerSGD is not timed: torch's hook cannot run on %s here", device.type)
         until = time.perf_counter() + budget_s / len(makers)
         turn = 0
         while step is not None and (turn < 4 or (time.perf_counter() < until and turn < 30)):

@@ -15,6 +15,9 @@ from torch import Tensor
 from onebit.planner_inputs import Shapes
 from onebit.planner_methods import RANK
 
+_KEPT: list[Any] = []
+"""Groups, to the end of the process: callbacks of the hook hold a group and run in its own thread, which must not be
+the last to let go of it, or it would wait for its own end."""
 FIRST_STEPS = 4  # two with whole gradients, the least that torch allows; two in which buffers are made
 
 
@@ -45,15 +48,20 @@ def low_rank_step(shapes: Shapes, device: torch.device) -> Callable[[], float] |
     """A step of PowerSGD of rank 4 (`planner_methods.RANK`) in a group of one worker.
 
     Args:
-        shapes: of the layers, float32, in one bucket.
+        shapes: of the layers, float32, in one bucket; numbers count as vectors of one, empty layers not at all.
         device: where they lie.
 
     Returns:
-        A function that runs the hook once and returns its seconds; None where torch was built without what is needed.
+        A function that runs the hook once and returns its seconds; None where there is nothing to run, where torch was
+        built without what it needs, and for a CPU beside a GPU, whose device the hook would wait for.
     """
+    shapes = tuple(shape or (1,) for shape in shapes if math.prod(shape))
+    if not shapes or (device.type == "cpu" and torch.cuda.is_available()):
+        return None
     group = _group_of_one(device)
     if group is None:
         return None
+    _KEPT.append(group)
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks  # not in every build
 
     state = hooks.PowerSGDState(group, matrix_approximation_rank=RANK, start_powerSGD_iter=2)

@@ -43,6 +43,7 @@ OptimizerName = Literal[
 ]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 LOCAL: tuple[OptimizerName, ...] = ("local-variance-lamb", "local-variance-adam")
+INT8: tuple[OptimizerName, ...] = ("onebit-lamb", "lamb-basic-1bit", "onebit-adam")
 ONE_STAGE = ("lamb", "frozen-lamb", "adamw", "zero-one-adam")
 TWO_STAGES: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if name not in ONE_STAGE)
 ADAMS: tuple[OptimizerName, ...] = tuple(name for name in OPTIMIZERS if "adam" in name)
@@ -98,7 +99,8 @@ class OptimizerSection(_Section):
     LAMB, the last two to all LAMBs. `options` are further keyword arguments of the optimizer, as its docstring has
     them; `codec` in it is a table of those of `onebit.OneBit`.
 
-    `warmup_transport`: "auto" is "int4" for those with a local variance, else "bf16".
+    `warmup_transport`: "auto" is "int4" where the variance is local, "int8" for 1-bit LAMB and Adam without the
+    authors' codec, else "bf16".
     `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule. The
     warm-up's length where the variance is local. Left out: 0.17 of the run, 0.05 where the variance is local.
     `factor_max`: left out, what the optimizer takes by itself.
@@ -188,7 +190,7 @@ class Recipe(_Section):
 
     @property
     def freeze_step(self) -> int:
-        """Full-precision updates before the switch, in steps; where a rule decides, the most that it allows."""
+        """Updates of the warm-up before the switch, in steps; where a rule decides, the most that it allows."""
         rule = self.freeze_rule
         if isinstance(rule, int):
             return rule
@@ -225,7 +227,15 @@ class Recipe(_Section):
         given = self.optimizer.warmup_transport
         if given != "auto":
             return given
-        return "int4" if self.optimizer.name in LOCAL else "bf16"
+        if self.optimizer.name in LOCAL:
+            return "int4"
+        return "int8" if self.optimizer.name in INT8 and not self._authors_codec else "bf16"
+
+    @property
+    def _authors_codec(self) -> bool:
+        """Whether layers share a scale, as in the release."""
+        codec = self.optimizer.options.get("codec", {})
+        return self.optimizer.preset == "paper" or (isinstance(codec, dict) and codec.get("scale") == "bucket")
 
     @property
     def lr_warmup_steps(self) -> int:
@@ -369,11 +379,10 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
             f"{watch.most} at the latest"
         )
     if optimizer.warmup_transport == "auto":
-        why = f"the default of {optimizer.name}" if optimizer.name in LOCAL else "the size of 16-bit averaging"
-        choose("optimizer", "warmup_transport", recipe.transport, why)
+        reason = "the size of 16-bit averaging" if recipe.transport == "bf16" else f"the default of {optimizer.name}"
+        choose("optimizer", "warmup_transport", recipe.transport, reason)
     if optimizer.factor_max is None:
-        codec = optimizer.options.get("codec", {})
-        shared = optimizer.preset == "paper" or (isinstance(codec, dict) and codec.get("scale") == "bucket")
+        shared = recipe._authors_codec
         bound = PAPER_FACTOR_MAX if shared else FACTOR_MAX
         changes["optimizer"]["factor_max"] = bound
         if optimizer.name == "onebit-lamb" and "factor_max" not in optimizer.options:

@@ -163,6 +163,8 @@ def test_the_program_refuses_a_freeze_step_as_the_command_does(
 
 
 def test_compare_ends_with_a_table_rows_and_plots(tmp_path: Path, recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("[optimizer]\n", '[optimizer]\nwarmup_transport = "bf16"\n'))
+    assert "bf16" in recipe.read_text()
     out = tmp_path / "out"
     arguments = ["compare", recipe, "--optimizers", "lamb,onebit-lamb,lamb-basic-1bit,adamw", "--virtual", 2]
     result = CliRunner().invoke(app, [str(a) for a in [*arguments, "--lr", "adamw=0.004", "--out", out]])

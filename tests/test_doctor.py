@@ -263,7 +263,7 @@ def train(folder: Path, **overrides: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("runs") / "good")
+    return train(tmp_path_factory.mktemp("runs") / "good", optimizer__warmup_transport="bf16")
 
 
 def marks(folder: Path, assumed: Assumed = Assumed(None, None, None)) -> dict[str, str]:  # noqa: B008
@@ -356,6 +356,17 @@ def test_the_prediction_is_of_the_run(finished):
     assert doubled[0].all_reduce_s == pytest.approx(2 * slow[0].all_reduce_s, rel=0.02)
     with pytest.raises(ConfigError, match="must be a multiple of machines"):
         predict(summary, 0.01, Assumed(None, 1.0, 3))
+
+
+@pytest.mark.parametrize("name", ["onebit-lamb", "onebit-adam"])
+def test_a_run_with_the_warmup_that_recipes_choose_has_a_prediction(tmp_path, name):
+    summary = read_summary(train(tmp_path / "run", optimizer__name=name, train__steps=12, train__eval_every=12))
+    assert summary.recipe["optimizer"]["warmup_transport"] == "int8"
+    times = predict(summary, 0.01, Assumed(None, 1.0, 2))
+    assert times is not None
+    for time in times:
+        assert time.all_to_all_s > 0
+        assert time.all_reduce_s == 0
 
 
 PROBED = Probed(

@@ -260,12 +260,13 @@ def test_attention_key_bias_stays_small():
             q, k, v = self.qkv(x).chunk(3, -1)
             return self.out((q @ k.transpose(-1, -2) / width**0.5).softmax(-1) @ v)
 
-    def work(comm, floor):
+    def work(comm, floor, transport):
         with BUILD:
             torch.manual_seed(3)
             net = Attention()
             nn.init.zeros_(net.qkv.bias)
-        opt = onebit.OneBitLamb(net.parameters(), 0.02, 40, (0.9, 0.98), variance_floor=floor, comm=comm)
+        how = {"variance_floor": floor, "warmup_transport": transport, "comm": comm}
+        opt = onebit.OneBitLamb(net.parameters(), 0.02, 40, (0.9, 0.98), **how)
         generator = torch.Generator().manual_seed(comm.rank)
         for _ in range(steps):
             x = torch.randn(4, 6, width, generator=generator)
@@ -275,9 +276,12 @@ def test_attention_key_bias_stays_small():
         bias = net.qkv.bias.detach().view(3, width)
         return float(bias[1].norm()), float(bias[[0, 2]].norm())
 
-    key, others = onebit.run_workers(4, lambda comm: work(comm, 0.01))[0]
-    bare_key, _ = onebit.run_workers(4, lambda comm: work(comm, 0.0))[0]
-    assert key < 0.2 * others
+    for transport in ("fp32", "int8"):
+        key, others = onebit.run_workers(4, lambda comm, t=transport: work(comm, 0.01, t))[0]
+        assert key < 0.2 * others
+    key, others = onebit.run_workers(4, lambda comm: work(comm, 0.0, "int8"))[0]
+    assert key < 0.2 * others  # what integers round away is a floor by itself
+    bare_key, _ = onebit.run_workers(4, lambda comm: work(comm, 0.0, "fp32"))[0]
     assert bare_key > 5 * key
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from onebit import planner_sweep
 from onebit.build import check_optimizer
 from onebit.commands import app
+from onebit.plan_figures import COLOURS
 from onebit.plan_report import recipe_text
 from onebit.planner import plan
 from onebit.planner_inputs import Model, Network, Run, Setup, Work
@@ -236,3 +237,7 @@ def test_the_table_of_the_docs_is_the_output_of_its_command():
     assert sum(error > 0.35 for error in held) <= 1  # the row that the docs name
     assert benchmark["verdicts"](found)[1] == []
     assert sum(check.role == "fitted" for check in found) == 4
+
+
+def test_every_method_has_a_colour_of_its_own_in_maps():
+    assert len(set(COLOURS[: len(METHODS)])) == len(METHODS)

@@ -65,6 +65,7 @@ OPTIMIZERS = {
     "onebit-lamb-int4": ("OneBitLamb", {"warmup_transport": "int4", "freeze_step": 4}),
     "local-variance-lamb": ("LocalVarianceLamb", {"warmup_transport": "int4", "warmup_steps": 1}),
     "onebit-adam": ("OneBitAdam", {"warmup_transport": "bf16", "freeze_step": 4}),
+    "onebit-adam-int8": ("OneBitAdam", {"warmup_transport": "int8", "freeze_step": 4}),
     "onebit-adam-paper": ("OneBitAdam", {"warmup_transport": "bf16", "freeze_step": 4, **onebit.PAPER}),
     "local-variance-adam": ("LocalVarianceAdam", {"warmup_transport": "int4", "warmup_steps": 1}),
     "zero-one-adam": ("ZeroOneAdam", {"warmup_transport": "bf16", "var_freeze_step": 4}),
@@ -253,7 +254,7 @@ LOCAL = {"local-variance-lamb", "local-variance-adam"}
 WITH_FACTOR = {
     "kernel_factor": {"zero-one-adam", *(n for n in METHODS if n.startswith("onebit-"))},
     "plain_factor": set(METHODS),
-    "int8_factor": {"onebit-lamb-int8"},
+    "int8_factor": {"onebit-lamb-int8", "onebit-adam-int8"},
     "int4_factor": {"onebit-lamb-int4", *LOCAL},
     "local_factor": LOCAL,
     "low_rank_factor": {"powersgd"},

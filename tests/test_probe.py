@@ -243,9 +243,9 @@ def test_the_two_smallest_sizes_are_timed_on_any_link():
 
 
 def test_kernels_are_timed_phase_by_phase():
-    found = kernel_speed(transformer_shapes(50_000), 3, CPU, 0.2)
+    found = kernel_speed((*transformer_shapes(50_000), (), (0, 5)), 3, CPU, 0.2)
     assert set(found["ns_per_element"]) == {*PHASES, *WHOLE}
-    assert found["elements"] == 50_000
+    assert found["elements"] == 50_001
     assert found["rounds"] >= 3
     for value in (*found["ns_per_element"].values(), *(found[name] for name in FACTORS), found["copy_gbyte_s"]):
         assert 0 < value.low <= value.likely <= value.high
@@ -261,7 +261,7 @@ def test_where_powersgd_cannot_be_timed_its_factor_is_missing_and_a_plan_takes_t
         found = kernel_speed(((20, 30),), 2, CPU, 0.1)
     assert found["low_rank_factor"] is None
     assert "low_rank_step" not in found["ns_per_element"]
-    assert "PowerSGD is not timed" in caplog.text
+    assert "PowerSGD is not timed: torch's hook cannot run on cpu here" in caplog.text
     file = changed(measured, tmp_path, "kernels", "low_rank_factor", value=None)
     assert json.loads(call("plan", "--probe", file, "--json").stdout)["setup"]["work"]["low_rank_factor"] == (
         Work.low_rank_factor
@@ -282,11 +282,32 @@ def test_the_hook_that_is_timed_compresses_to_rank_4():
         assert torch.allclose(bucket.gradients()[1], bucket.given[2000:])
 
 
+def test_a_hook_that_is_let_go_of_does_not_end_the_process():
+    """Its group's thread may be the last to hold the group; then it waited for its own end, and the process aborted."""
+    code = (
+        "import torch; from onebit.probe_powersgd import low_rank_step\n"
+        "for _ in range(100): low_rank_step(((30, 40), (7,)), torch.device('cpu'))()\n"
+        "print('all of them')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout == "all of them\n", run.stderr
+
+
+@pytest.mark.parametrize("shapes", [((0,), (0, 5)), ((7, 0),)])
+def test_a_hook_without_anything_to_do_is_not_timed(shapes):
+    assert low_rank_step(shapes, CPU) is None
+
+
+def test_a_cpu_beside_a_gpu_is_not_timed_since_the_hook_waits_for_the_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert low_rank_step(((4, 5),), CPU) is None
+
+
 def sorted_cells(call: Any, *names: str) -> list[Any]:
     return [call.__closure__[call.__code__.co_freevars.index(name)] for name in names]
 
 
-def test_models_larger_than_16_million_elements_are_timed_by_a_transformer_of_so_many(monkeypatch):
+def test_larger_models_are_timed_by_a_transformer_of_so_many(monkeypatch):
     monkeypatch.setattr("onebit.probe_kernels.MOST_ELEMENTS", 10_000)
     assert kernel_speed(((500, 500),), 2, CPU, 0.1)["elements"] == 10_000
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512},
 }
 LR = 1e-5  # so small that no row wanders off, however many share the weights
+DECAY = 0.01  # of our rows; torch's AdamW has it by itself
 
 
 class TimedComm(Distributed):
@@ -223,7 +224,7 @@ def ours(
         raise ConfigError("two levels need at least two workers per host; give --workers 2")
     comm = onebit.two_level(bench.per_host) if levels else default_comm()
     model = bench.new_model() if settings.get("overlap") else bench.plain
-    optimizer = make(model.named_parameters(), lr=LR, comm=comm, **settings)
+    optimizer = make(model.named_parameters(), lr=LR, weight_decay=DECAY, comm=comm, **settings)
     bench.make_up_gradients(1000 + bench.rank, model)
     for _ in range(prime):
         optimizer.step()
@@ -279,14 +280,14 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "powersgd-4": partial(power_sgd, rank=4),
     "post-local-sgd": post_local_sgd,
     "diloco": diloco,
-    "lamb-fp32": partial(ours, make=onebit.OneBitLamb, freeze_step=NEVER, prime=1),
+    "lamb-fp32": partial(ours, make=onebit.OneBitLamb, freeze_step=NEVER, prime=1, warmup_transport="fp32"),
     "lamb-bf16": partial(ours, make=onebit.OneBitLamb, freeze_step=NEVER, prime=1, warmup_transport="bf16"),
     "lamb-int8": partial(ours, make=onebit.Lamb, prime=1, transport="int8"),
     "lamb-int4": partial(ours, make=onebit.Lamb, prime=1, transport="int4"),
     "1bit-lamb": partial(ours, make=onebit.OneBitLamb, freeze_step=2, prime=4),
     "lamb-paper": partial(ours, make=onebit.OneBitLamb, freeze_step=NEVER, prime=1, **onebit.PAPER),
     "1bit-lamb-paper": partial(ours, make=onebit.OneBitLamb, freeze_step=2, prime=4, **onebit.PAPER),
-    "adam-fp32": partial(ours, make=onebit.OneBitAdam, freeze_step=NEVER, prime=1),
+    "adam-fp32": partial(ours, make=onebit.OneBitAdam, freeze_step=NEVER, prime=1, warmup_transport="fp32"),
     "1bit-adam": partial(ours, make=onebit.OneBitAdam, freeze_step=2, prime=4),
     "adam-paper": partial(ours, make=onebit.OneBitAdam, freeze_step=NEVER, prime=1, **onebit.PAPER),
     "1bit-adam-paper": partial(ours, make=onebit.OneBitAdam, freeze_step=2, prime=4, **onebit.PAPER),

@@ -171,7 +171,7 @@ TRAININGS: dict[str, Training] = {
         "lamb", partial(post_local_sgd, update=lamb), ("PostLocalSGD, bf16 hook before",), note="with LAMB"
     ),
     "lamb-int4": Training("lamb", partial(ours, make=onebit.Lamb, transport="int4"), ("LAMB, int4",)),
-    "1bit-lamb": Training("lamb", _lamb, ("1-bit LAMB, fp32 warm-up",)),
+    "1bit-lamb": Training("lamb", partial(_lamb, warmup_transport="fp32"), ("1-bit LAMB, fp32 warm-up",)),
     "1bit-lamb-bf16": Training(
         "lamb",
         partial(_lamb, warmup_transport="bf16"),
@@ -183,7 +183,7 @@ TRAININGS: dict[str, Training] = {
         ("1-bit LAMB, int4 warm-up", "1-bit LAMB, int4 warm-up, overlap"),
     ),
     "1bit-lamb-paper": Training("lamb", partial(_lamb, **onebit.PAPER), ("1-bit LAMB, PAPER",)),
-    "1bit-adam": Training("adam", _adam, ("1-bit Adam, fp32 warm-up",)),
+    "1bit-adam": Training("adam", partial(_adam, warmup_transport="fp32"), ("1-bit Adam, fp32 warm-up",)),
     "1bit-adam-paper": Training("adam", partial(_adam, **onebit.PAPER), ("1-bit Adam, PAPER",)),
     "local-lamb": Training(
         "lamb",
