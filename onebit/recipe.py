@@ -100,7 +100,7 @@ class OptimizerSection(_Section):
     them; `codec` in it is a table of those of `onebit.OneBit`.
 
     `warmup_transport`: "auto" is "int4" where the variance is local, "int8" for 1-bit LAMB and Adam without the
-    authors' codec, else "bf16".
+    authors' codec (DEV-23), else "bf16".
     `freeze_step`: a whole number is steps, a number below 1 a share; "auto", or a table, leaves it to a rule. The
     warm-up's length where the variance is local. Left out: 0.17 of the run, 0.05 where the variance is local.
     `factor_max`: left out, what the optimizer takes by itself.

@@ -91,7 +91,8 @@ def test_layers_are_recorded_at_the_switch_and_at_evaluations(done: tuple[Path, 
         assert all(len(record[kind]) == len(head["layers"]) for kind in kinds)
     (switch,) = [line for line in read_metrics(out / "metrics.jsonl") if "switch_to" in line]
     assert (switch["step"], switch["switch_to"]) == (4, "compressed")
-    run_virtual(tiny(optimizer__name="lamb", train__record_layers=True), tmp_path / "lamb", silent())
+    same_averages = {"optimizer__name": "lamb", "optimizer__warmup_transport": "int8"}
+    run_virtual(tiny(**same_averages, train__record_layers=True), tmp_path / "lamb", silent())
     _, *uncompressed = read_metrics(tmp_path / "lamb" / "layers.jsonl")
     assert [r["step"] for r in uncompressed] == [4, 6, 12]
     assert uncompressed[0]["coefficient"] == records[0]["coefficient"]
