@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,12 @@ def quartiles(values: list[float]) -> Range:
         torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     )
     return Range(float(low), float(middle), float(high))
+
+
+def around_the_mean(values: list[float]) -> Range:
+    """The mean, and quartiles as far as they lie on its sides: what a step takes that waits its turn on busy cores."""
+    mean, found = statistics.fmean(values), quartiles(values)
+    return Range(min(found.low, mean), mean, max(found.high, mean))
 
 
 def synchronized(device: torch.device) -> float:
@@ -105,7 +112,7 @@ def kernel_speed(shapes: Shapes, workers: int, device: torch.device, budget_s: f
     n = max(2, workers)
     source, target = torch.rand(count, device=device), torch.zeros(count, device=device)
     phases: dict[str, list[float]] = {}  # seconds
-    copies: dict[str, list[float]] = {}  # the same of the copies beside them
+    copies: list[float] = []
     makers = _makers(shapes, n, device)
     step: Timed | None = None
     for make in makers:
@@ -119,19 +126,17 @@ def kernel_speed(shapes: Shapes, workers: int, device: torch.device, budget_s: f
         turn = 0
         while step is not None and (turn < 4 or (time.perf_counter() < until and turn < 30)):
             took, copy = step(), _seconds(lambda: target.copy_(source), device)
-            for name, seconds in took.items() if turn else ():  # the first turn touches the pages
+            copies += [copy] if turn else []  # the first turn touches the pages
+            for name, seconds in took.items() if turn else ():
                 phases.setdefault(name, []).append(seconds)
-                copies.setdefault(name, []).append(copy)
             turn += 1
-    moved = {
-        name: [COPY_BYTES * s / c for s, c in zip(found, copies[name], strict=True)] for name, found in phases.items()
-    }
-    every_copy = [copy for name in ("step", *WHOLE) for copy in copies.get(name, [])]
+    usual = statistics.median(copies)
+    moved = {name: [COPY_BYTES * s / usual for s in found] for name, found in phases.items()}
     return {
         "kernels": "{} ({})".format(*choose(device, torch.float32)),
         "elements": count,
         "rounds": min(map(len, phases.values())),
-        "copy_gbyte_s": quartiles([COPY_BYTES * count / s / 1e9 for s in every_copy]),
+        "copy_gbyte_s": quartiles([COPY_BYTES * count / s / 1e9 for s in copies]),
         **factors(moved, n),
         "ns_per_element": {
             name: quartiles([s / count * 1e9 for s in phases[name]]) for name in (*PHASES, *WHOLE) if name in phases
@@ -153,9 +158,9 @@ def factors(moved: Mapping[str, list[float]], workers: int) -> dict[str, Range |
     """
 
     def over(name: str, counted: float, less: float = 0.0) -> Range:
-        return quartiles([max(0.0, each - less) / counted for each in moved[name]])
+        return around_the_mean([max(0.0, each - less) / counted for each in moved[name]])
 
-    plain = quartiles(moved["warmup_step"]).likely
+    plain = statistics.fmean(moved["warmup_step"])
     one_bit = sum(exchange_bytes(workers))
     return {
         "kernel_factor": over("step", one_bit + LAMB_APPLY),

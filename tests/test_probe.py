@@ -33,7 +33,7 @@ from onebit.planner_methods import LAMB_UPDATE
 from onebit.probe import probe, subject_of
 from onebit.probe_command import probe_command
 from onebit.probe_file import read_probe
-from onebit.probe_kernels import PHASES, WHOLE, _unheard, _whole_step, factors, kernel_speed, quartiles
+from onebit.probe_kernels import PHASES, WHOLE, _unheard, _whole_step, around_the_mean, factors, kernel_speed, quartiles
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
 from onebit.probe_powersgd import low_rank_step
 from onebit.virtual import run_workers
@@ -349,6 +349,14 @@ def test_factors_are_those_with_which_the_model_gives_the_times(
 def test_integers_that_take_no_longer_than_fp32_have_the_factor_0_and_not_a_negative_one():
     times = {name: [1.0, 2.0, 3.0] for name in ("step", *WHOLE)} | {"int4_step": [0.5, 1.5, 1.9]}
     assert factors(times, 2)["int4_factor"] == Range(0, 0, 0)
+
+
+def test_a_factor_is_the_mean_so_that_turns_that_wait_for_a_core_count():
+    assert around_the_mean([1.0, 1.0, 1.0, 9.0]) == Range(1, 3, 3)
+    assert around_the_mean([2.0, 2.0, 2.0, 2.0]) == Range(2, 2, 2)
+    times = {name: [8.0] * 4 for name in ("step", *WHOLE)} | {"low_rank_step": [32.0, 32.0, 32.0, 160.0]}
+    low_rank = factors(times, 2)["low_rank_factor"]
+    assert low_rank == Range(1, 2, 2)
 
 
 def test_steps_of_local_variance_are_timed_between_exchanges_of_the_variance():
