@@ -6,8 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 PHASES = ("encode", "wire", "server")
 """Of an exchange: making messages of gradients; waiting for collectives; averaging what is served, compressed anew."""
+
+
+def synchronized(device: torch.device) -> float:
+    """Seconds on the clock, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class Clock:

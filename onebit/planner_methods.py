@@ -271,14 +271,14 @@ def _integer_state(setup: Setup) -> float:
     return WORD_BYTES + _per_n(setup) + 8 / BLOCK
 
 
-def _stages_state(bits: int, compressed: float) -> Callable[[Setup], State]:
+def _stages_state(compressed: float, integers: bool = False) -> Callable[[Setup], State]:
     """The fuller of the warm-up and of the switch, where the momentum still is numbers, which it is not afterwards.
 
-    `bits`: of integers in the warm-up, or 16.
+    `integers`: whether the warm-up sends them.
     """
 
     def state(setup: Setup) -> State:
-        before = ADAM_STATE + MEAN + (_integer_state(setup) if bits < 16 else 0.0)
+        before = ADAM_STATE + MEAN + (_integer_state(setup) if integers else 0.0)
         after = compressed + _per_n(setup)
         return State(max(before, after + WORD_BYTES), after + 1 / 8)
 
@@ -330,7 +330,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-lamb"), ("warmup_transport", "bf16")),
             True,
             _two_stages("bf16", True),
-            _stages_state(16, LAMB_HELD),
+            _stages_state(LAMB_HELD),
         ),
         Method(
             "onebit-lamb-paper",
@@ -338,7 +338,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-lamb"), ("warmup_transport", "bf16"), ("preset", "paper")),
             True,
             _two_stages("bf16", True, paper=True),
-            _stages_state(16, LAMB_HELD),
+            _stages_state(LAMB_HELD),
         ),
         Method(
             "onebit-lamb-int8",
@@ -346,7 +346,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-lamb"), ("warmup_transport", "int8")),
             True,
             _two_stages("int8", True),
-            _stages_state(8, LAMB_HELD),
+            _stages_state(LAMB_HELD, integers=True),
         ),
         Method(
             "onebit-lamb-int4",
@@ -354,7 +354,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-lamb"), ("warmup_transport", "int4")),
             True,
             _two_stages("int4", True),
-            _stages_state(4, LAMB_HELD),
+            _stages_state(LAMB_HELD, integers=True),
         ),
         Method(
             "local-variance-lamb",
@@ -370,7 +370,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-adam"), ("warmup_transport", "bf16")),
             True,
             _two_stages("bf16", False),
-            _stages_state(16, ADAM_HELD),
+            _stages_state(ADAM_HELD),
         ),
         Method(
             "onebit-adam-int8",
@@ -378,7 +378,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-adam"), ("warmup_transport", "int8")),
             True,
             _two_stages("int8", False),
-            _stages_state(8, ADAM_HELD),
+            _stages_state(ADAM_HELD, integers=True),
         ),
         Method(
             "onebit-adam-paper",
@@ -386,7 +386,7 @@ METHODS: dict[str, Method] = {
             (("name", "onebit-adam"), ("warmup_transport", "bf16"), ("preset", "paper")),
             True,
             _two_stages("bf16", False, paper=True),
-            _stages_state(16, ADAM_HELD),
+            _stages_state(ADAM_HELD),
         ),
         Method(
             "local-variance-adam",

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from onebit.build import build_model
+from onebit.clock import synchronized
 from onebit.comm import Comm, all_or_none, check_same
 from onebit.errors import ConfigError
 from onebit.job import masked_loss, versions
 from onebit.planner_inputs import Range
 from onebit.probe_file import FORMAT
-from onebit.probe_kernels import kernel_speed, quartiles, synchronized
+from onebit.probe_kernels import kernel_speed, quartiles
 from onebit.probe_network import (
     LEAST_REPEATS,
     MOST_REPEATS,

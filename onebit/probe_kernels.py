@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import onebit
+from onebit.clock import synchronized
 from onebit.comm import Comm, Pending
 from onebit.kernels import choose
 from onebit.local_variance import Schedule
@@ -44,13 +45,6 @@ def around_the_mean(values: list[float]) -> Range:
     """The mean, and quartiles as far as they lie on its sides: what a step takes that waits its turn on busy cores."""
     mean, found = statistics.fmean(values), quartiles(values)
     return Range(min(found.low, mean), mean, max(found.high, mean))
-
-
-def synchronized(device: torch.device) -> float:
-    """Seconds on the clock, when the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 class Echo(Comm):
@@ -101,7 +95,7 @@ def kernel_speed(shapes: Shapes, workers: int, device: torch.device, budget_s: f
 
     Returns:
         kernels, elements, rounds; copy_gbyte_s, and the factors, as `Range`s in the terms of `planner_inputs.Work`,
-        that of PowerSGD None where torch has no process group for the device; ns_per_element, the same for each phase
+        that of PowerSGD None where its hook cannot be run (`low_rank_step`); ns_per_element, the same for each phase
         of a compressed step of 1-bit LAMB: encode (the worker's messages), serve, commit (both errors), measure (the
         refreshed variance and norms), apply; and for whole steps: warmup_step (fp32), int8_step and int4_step of the
         warm-up, local_step, between two exchanges of the variance, low_rank_step.
@@ -154,7 +148,7 @@ def factors(moved: Mapping[str, list[float]], workers: int) -> dict[str, Range |
 
     Returns:
         By name of `planner_inputs.Work`; None for what is missing. Those of integers are of what a warm-up takes beyond
-        the median of one in fp32, 0 where it takes no longer.
+        the mean of one in fp32, 0 where it takes no longer.
     """
 
     def over(name: str, counted: float, less: float = 0.0) -> Range:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onebit.clock import synchronized
 from onebit.comm import Comm
 from onebit.errors import ConfigError
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.link_fit import COLLECTIVES, Collective, Sample, fit_quartiles, terms_of
 from onebit.planner_bytes import one_bit_messages
-from onebit.probe_kernels import quartiles, synchronized
+from onebit.probe_kernels import quartiles
 
 LEAST_REPEATS, MOST_REPEATS = 3, 30
 SMALL = 64  # bytes of a message whose time is all latency

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onebit.clock import synchronized
 from onebit.planner_inputs import Shapes
 from onebit.planner_methods import RANK
 
@@ -69,20 +69,13 @@ def low_rank_step(shapes: Shapes, device: torch.device) -> Callable[[], float] |
 
     def step() -> float:
         bucket.buffer().copy_(bucket.given)
-        _finish(device)
-        began = time.perf_counter()
+        began = synchronized(device)
         hooks.powerSGD_hook(state, bucket).wait()
-        _finish(device)
-        return time.perf_counter() - began
+        return synchronized(device) - began
 
     for _ in range(FIRST_STEPS):
         step()
     return step
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _group_of_one(device: torch.device) -> Any:

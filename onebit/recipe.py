@@ -379,8 +379,12 @@ def resolve(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
             f"{watch.most} at the latest"
         )
     if optimizer.warmup_transport == "auto":
-        reason = "the size of 16-bit averaging" if recipe.transport == "bf16" else f"the default of {optimizer.name}"
-        choose("optimizer", "warmup_transport", recipe.transport, reason)
+        reasons_for = {
+            "int4": f"the default of {optimizer.name}",
+            "int8": "the default of recipes (DEV-23)",
+            "bf16": "the size of 16-bit averaging",
+        }
+        choose("optimizer", "warmup_transport", recipe.transport, reasons_for[recipe.transport])
     if optimizer.factor_max is None:
         shared = recipe._authors_codec
         bound = PAPER_FACTOR_MAX if shared else FACTOR_MAX

@@ -140,3 +140,19 @@ def test_the_bound_of_the_ratio_that_applies_is_in_the_resolved_recipe():
         found, reasons = resolve(parse(tomllib.loads(text), {}))
         assert found.optimizer.factor_max == bound
         assert ("optimizer.factor_max" in reasons) == ("factor_max" not in text and "lamb" not in text)
+
+
+def test_the_warmup_is_averaged_in_8_bits_where_one_bit_of_ours_follows():
+    for text, transport in [
+        ("", "int8"),
+        ('name = "onebit-adam"', "int8"),
+        ('preset = "paper"', "bf16"),
+        ('options = {codec = {scale = "bucket"}}', "bf16"),
+        ('name = "adam-1bit-gradient"', "bf16"),
+        ('name = "lamb"', "bf16"),
+        ('name = "local-variance-lamb"', "int4"),
+        ('warmup_transport = "fp32"', "fp32"),
+    ]:
+        found, reasons = resolve(parse(tomllib.loads(f"[optimizer]\n{text}"), {}))
+        assert found.optimizer.warmup_transport == transport
+        assert ("optimizer.warmup_transport" in reasons) == (transport != "fp32")
