@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ POLL_S = 1e-4
 
 
 class Pending:
-    """A collective under way: `wait()` returns its result. Wait exactly once."""
+    """A collective under way: `wait()` returns its result, or `parts()` its columns. One of them, once."""
 
     def __init__(self, result: Tensor, finish: Callable[[], object] | None = None) -> None:
         self._result = result
@@ -49,6 +49,24 @@ class Pending:
         if self._finish is not None:
             self._finish()
         return self._result
+
+    def parts(self) -> Iterator[Tensor]:
+        """The result's columns from first to last, uint8 [n, some bytes] each, as they arrive."""
+        yield self.wait()
+
+
+class _Pieces(Pending):
+    """A long message as several that are under way at once."""
+
+    def __init__(self, under_way: Sequence[Pending]) -> None:
+        self._under_way = under_way
+
+    def wait(self) -> Tensor:
+        return torch.cat(list(self.parts()), 1)
+
+    def parts(self) -> Iterator[Tensor]:
+        for pending in self._under_way:
+            yield pending.wait()
 
 
 class Comm(ABC):
@@ -258,7 +276,7 @@ class Distributed(Comm):
 
     def _all_to_all(self, messages: Tensor) -> Pending:
         if self._in_pieces and messages.shape[1] > WHOLE_BYTES:
-            return self._pieces(torch.split(messages, PIECE_BYTES, 1), self._all_to_all)
+            return _Pieces([self._all_to_all(part) for part in torch.split(messages, PIECE_BYTES, 1)])
         received, messages = torch.empty_like(messages), messages.contiguous()
         return self._start(
             received, lambda: dist.all_to_all_single(received, messages, group=self._group, async_op=True)
@@ -266,20 +284,9 @@ class Distributed(Comm):
 
     def _all_gather(self, message: Tensor) -> Pending:
         if self._in_pieces and message.numel() > WHOLE_BYTES:
-            return self._pieces(torch.split(message, PIECE_BYTES), self._all_gather)
+            return _Pieces([self._all_gather(part) for part in torch.split(message, PIECE_BYTES)])
         received = message.new_empty(self.size, message.numel())
         return self._start(received, lambda: _gather_single(received.view(-1), message, self._group))
-
-    def _pieces(self, parts: Sequence[Tensor], exchange: Callable[[Tensor], Pending]) -> Pending:
-        """A long message as several that are under way at once."""
-        under_way = [exchange(part) for part in parts]
-        received = parts[0].new_empty(self.size, sum(part.shape[-1] for part in parts))
-
-        def finish() -> None:
-            for pending, place in zip(under_way, torch.split(received, PIECE_BYTES, 1), strict=True):
-                place.copy_(pending.wait())
-
-        return Pending(received, finish)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         self._wait(self._run(lambda: dist.all_reduce(tensor, group=self._group, async_op=True)))

@@ -6,8 +6,7 @@ committing compute it from gradients, momentum bits and error, which stay as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -138,14 +137,17 @@ class NativeSource:
         hyper: Tensor,
         momentum: native.Signs | Tensor,
         scale: Tensor | None,
-        dense: Callable[[], Source],
     ) -> None:
-        """`dense`: makes the source that holds the same values."""
         self._input = (codec.plan, grads, hyper, momentum)
-        self._scale, self._dense = scale, dense
+        self._scale = scale
 
     def values(self, codec: ChunkCodec) -> Tensor:
-        return self._dense().values(codec)
+        """What a commit leaves in an error that was zero, after a message of zeros."""
+        assert isinstance(codec, NativeCodec)
+        values = torch.zeros(codec.bucket.numel)
+        nothing = torch.zeros(codec.bucket.workers, codec.message_bytes, dtype=torch.uint8)
+        native.worker_commit(*self._input, values, codec.signs(nothing, None), layer_scale=self._scale)
+        return values
 
     def encode(self, codec: ChunkCodec, error: Tensor | Int8, error_factor: Tensor | None) -> Tensor:
         assert isinstance(codec, NativeCodec)
@@ -229,9 +231,8 @@ class NativeBackend:
             return self._torch.source(step, grads, momentum, mask)
         codec = _own(step)
         listed = _listed("gradient", grads, codec.plan)
-        dense = partial(self._torch.source, step, grads, momentum, None)
         table = step.hypers.table(codec.bucket)
-        return NativeSource(codec, listed, table, _kernel_view(codec, momentum), step.scale, dense)
+        return NativeSource(codec, listed, table, _kernel_view(codec, momentum), step.scale)
 
     def measure(
         self,

@@ -416,11 +416,16 @@ class _TwoLevelMean(BucketMean):
 def _mean_of_part(x: Tensor, inside: Comm) -> Tensor:
     """The mean over a machine's workers of this worker's part of [bucket], in the order of workers: a new tensor."""
     rows = x.view(inside.size, -1)
-    received = inside.all_to_all(rows.contiguous().view(torch.uint8)).wait().view(x.dtype)
-    total = received[0].clone()
-    for row in received[1:]:
-        total += row
-    return total.div_(inside.size)
+    total, done = torch.empty_like(rows[0]), 0
+    for received in inside.all_to_all(rows.view(torch.uint8)).parts():
+        part = received.view(x.dtype)
+        here = total[done : done + part.shape[1]]
+        torch.add(part[0], part[1], out=here)
+        for row in part[2:]:
+            here += row
+        here.div_(inside.size)
+        done += part.shape[1]
+    return total
 
 
 def build_exchange(
