@@ -414,6 +414,11 @@ def all_or_none(comm: Comm, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def agreed(comm: Comm, mine: bool) -> bool:
+    """What worker 0 holds true. A collective."""
+    return comm.all_gather_bytes(b"1" if mine else b"0")[0] == b"1"
+
+
 def first_says(comm: Comm, action: Callable[[], str]) -> str:
     """What `action` gives on worker 0, on all workers; if it fails there, all raise its error. A collective."""
     said = all_or_none(comm, action if comm.rank == 0 else str)
@@ -425,6 +430,7 @@ __all__ = [
     "Distributed",
     "Pending",
     "Solo",
+    "agreed",
     "all_or_none",
     "check_same",
     "default_comm",

@@ -333,13 +333,15 @@ def _setup(summary: Summary, compute_s: float | None, assumed: Assumed) -> Setup
     if lacking := missing_rate(summary, assumed):
         raise ConfigError(f"{lacking}; give --link-gbit-s, or a probe of workers in the same places")
     of_network, of_work = _used(summary, machines)
-    network = {"link_gbit_s": 1.0} | {name: known[name] for name in of_network if name in known}  # 1: not used inside
-    work = {name: known[name] for name in of_work if name in known}
+    network: dict[str, Any] = {"link_gbit_s": 1.0, "two_level": train.get("two_levels", False)}  # 1: not used inside
+    network |= {name: known[name] for name in [*of_network, "mean_gbit_s"] if name in known}
+    work: dict[str, Any] = {"overlap_exchange": summary.recipe["optimizer"].get("options", {}).get("overlap", False)}
+    work |= {name: known[name] for name in of_work if name in known}
     micro_step = known["micro_step_s"] if compute_s is None else compute_s / train["accumulation"]
     same = probed is not None and probed.parameters == summary.parameters
     return Setup(
         Model(probed.shapes if probed is not None and same else transformer_shapes(summary.parameters)),
-        Network(workers=summary.workers, workers_per_machine=summary.workers // machines, **network),  # type: ignore[arg-type]
+        Network(workers=summary.workers, workers_per_machine=summary.workers // machines, **network),
         Work(micro_step_s=micro_step, accumulation=train["accumulation"], micro_batch=train["micro_batch"], **work),
         Run(max(2, summary.steps)),
     )

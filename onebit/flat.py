@@ -36,6 +36,11 @@ BUCKETS, LEAST_BUCKET_ELEMENTS = 12, 2**16
 """Of the default with overlap."""
 
 
+def overlapped_bucket_elements(elements: int) -> int:
+    """The default of `bucket_elements` with overlap, of a model of so many: a `BUCKETS`-th, within bounds."""
+    return min(DEFAULT_BUCKET_ELEMENTS, max(LEAST_BUCKET_ELEMENTS, -(-elements // BUCKETS)))
+
+
 class Stage(enum.Enum):
     """Before and after the variance is frozen. Not the learning-rate warm-up."""
 
@@ -217,8 +222,7 @@ class FlatState(torch.optim.Optimizer):
         """`bucket_elements`; with overlap and the default at most a `BUCKETS`-th of the model, or there is none."""
         if not self._overlap or self._bucket_elements != DEFAULT_BUCKET_ELEMENTS:
             return self._bucket_elements
-        elements = sum(even_sizes(self._params()))
-        return min(DEFAULT_BUCKET_ELEMENTS, max(LEAST_BUCKET_ELEMENTS, -(-elements // BUCKETS)))
+        return overlapped_bucket_elements(sum(even_sizes(self._params())))
 
     def _build_backend(self, layout: FlatLayout) -> Backend:
         if self._kernels == "native":

@@ -55,8 +55,16 @@ def plan_command(
     half_duplex: Annotated[bool, typer.Option("--half-duplex", help="Links send or receive, not both.")] = False,
     all_reduce: Annotated[str, typer.Option(help="ring, or by-machine: inside machines first.")] = "ring",
     two_level: Annotated[
-        bool, typer.Option("--two-level", help="1 bit between machines only; 16 bits inside them.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--two-level/--one-level",
+            help="Compressed between machines only, full precision inside them; by default as the probe, or one level.",
+        ),
+    ] = None,
+    mean_gbit_s: Annotated[
+        str | None,
+        typer.Option(help="Rate of the mean inside a machine, of two levels, sums included; that of --local-gbit-s."),
+    ] = None,
     precision: Annotated[str, typer.Option(help="Of parameters: fp32 or bf16.")] = "fp32",
     micro_batch: Annotated[
         int | None, typer.Option(help="Samples per worker, forward and backward at once; 1.")
@@ -68,6 +76,9 @@ def plan_command(
         str | None, typer.Option(help="Share by which the slowest worker is later than the mean; 0.")
     ] = None,
     overlap: Annotated[str, typer.Option(help="Share of what could run beside other work that does.")] = "1",
+    overlap_exchange: Annotated[
+        bool, typer.Option("--overlap-exchange", help="Exchanges begin during backward: overlap=True of optimizers.")
+    ] = False,
     memory_gbyte_s: Annotated[str | None, typer.Option(help="What the device reads and writes; 500.")] = None,
     kernel_factor: Annotated[
         str | None,
@@ -105,6 +116,7 @@ def plan_command(
             "--local-gbit-s is not given, and the probe has no rate inside a machine; a plan needs it; give it, or "
             "probe on one machine"
         )
+    levels = _levels(two_level, probed, _per_machine(workers, machines))
     needless = "link_gbit_s" in known or machines == 1
     _check_together(sweep, workers, "known" if needless else link_gbit_s, recipe, csv_file)
 
@@ -125,7 +137,8 @@ def plan_command(
         oversubscription=amount(oversubscription, "--oversubscription"),
         full_duplex=not half_duplex,
         all_reduce=all_reduce,  # type: ignore[arg-type]  # checked there
-        two_level=two_level,
+        two_level=levels,
+        mean_gbit_s=known.get("mean_gbit_s") if mean_gbit_s is None else amount(mean_gbit_s, "--mean-gbit-s"),
     )
     work = Work(
         micro_step_s=_compute_s(compute_ms, known, model, shapes, probed),
@@ -135,6 +148,7 @@ def plan_command(
         backward_share=probed_or("backward_share", backward_share, 0.67),
         straggling=probed_or("straggling", straggling, 0.0),
         overlap=amount(overlap, "--overlap"),
+        overlap_exchange=overlap_exchange,
         memory_gbyte_s=probed_or("memory_gbyte_s", memory_gbyte_s, 500.0),
         kernel_factor=probed_or("kernel_factor", kernel_factor, Work.kernel_factor),
         plain_factor=probed_or("plain_factor", plain_factor, Work.plain_factor),
@@ -195,6 +209,19 @@ def _known(probed: Probed, inside: bool) -> dict[str, Number]:
             f"{names}: not taken from the probe, which measured them {where}; the usual values stand", file=sys.stderr
         )
     return known
+
+
+def _levels(asked: bool | None, probed: Probed | None, per_machine: int) -> bool:
+    """Whether there are two levels: as asked, or else as the probe had; on stderr where that says otherwise."""
+    had = probed is not None and probed.two_level
+    found = had if asked is None else asked
+    if found != had and probed is not None and per_machine > 1:
+        here, there, flag = ("two levels", "one", " --two-level") if found else ("one level", "two", "")
+        print(
+            f"the plan has {here} and the probe timed the kernels of {there}; `onebit probe{flag}` times these",
+            file=sys.stderr,
+        )
+    return found
 
 
 def _compute_s(

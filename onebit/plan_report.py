@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onebit.build import check_optimizer
-from onebit.planner import PLAIN, Plan
+from onebit.planner import METHODS, PLAIN, Plan
 from onebit.planner_inputs import Range, likely
 from onebit.planner_methods import warmup_steps
 from onebit.recipe import parse
@@ -32,9 +32,15 @@ def recipe_text(done: Plan) -> str:
         optimizer["freeze_step"] = warmup_steps(setup, likely(setup.run.local_warmup_share))
     elif optimizer["name"] == "zero-one-adam":
         optimizer["options"] = {"var_freeze_step": warmup_steps(setup, likely(setup.run.warmup_share))}
-    work = setup.work
-    train = {"steps": setup.run.steps, "micro_batch": work.micro_batch, "accumulation": work.accumulation}
-    train["workers"] = setup.network.workers
+    work, name = setup.work, done.recommended
+    train: dict[str, Any] = {
+        "steps": setup.run.steps, "micro_batch": work.micro_batch, "accumulation": work.accumulation,
+        "workers": setup.network.workers,
+    }  # fmt: skip
+    if METHODS[name].compresses and setup.network.two_level and setup.network.workers_per_machine > 1:
+        train["two_levels"] = True
+    if METHODS[name].compresses and work.overlap_exchange and name != "zero-one-adam":
+        optimizer["options"] = {"overlap": True}
     check_optimizer(parse({"optimizer": optimizer, "train": train}, {}))
     lines = [
         "# Written by `onebit plan`. Model, data and learning rate are yours to set: a plan does not know them.",
@@ -72,7 +78,10 @@ def as_mapping(done: Plan) -> dict[str, Any]:
             "break_even_gbit_s": [x if 0 < x < math.inf else None for x in row.break_even_gbit_s],
             "break_even": [_edge(x) for x in row.break_even_gbit_s],
         }
-    advice = {"recommended": done.recommended, "worth_it": done.worth_it, "advice": done.advice}
+    advice = {
+        "recommended": done.recommended, "worth_it": done.worth_it, "advice": done.advice,
+        "levels_gain": done.levels_gain,
+    }  # fmt: skip
     return {**advice, "setup": setup, "methods": methods}
 
 
@@ -111,6 +120,11 @@ def show(done: Plan) -> None:
     say("speed-up and where a method pays: against 16-bit all-reduce of its family, lamb-16bit or ddp-16bit")
     say(done.advice)
     say(f"recommended: {done.recommended}")
+    if net.workers_per_machine > 1 and METHODS[done.recommended].compresses:
+        other, flag, gain = ("two levels", "--two-level", done.levels_gain)
+        if net.two_level:
+            other, flag, gain = ("one level", "--one-level", 1 / gain)
+        say(f"with {other} ({flag}) it would be {gain:.2f} times as fast")
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 from onebit.comm import ring_all_reduce_bytes
 from onebit.errors import ConfigError
+from onebit.planner_bytes import mean_inside_bytes
 from onebit.planner_inputs import Network, Number, Range, Setup, Work, corners, likely, likely_setup
 from onebit.planner_methods import DDP_BUCKET_BYTES, METHODS, Method, StepKind, Steps
 
@@ -64,6 +65,10 @@ def link_bytes_per_s(net: Network) -> float:
 
 def _local_bytes_per_s(net: Network) -> float:
     return _value(net.local_gbit_s) * 1e9 / 8
+
+
+def _mean_bytes_per_s(net: Network) -> float:
+    return _local_bytes_per_s(net) if net.mean_gbit_s is None else _value(net.mean_gbit_s) * 1e9 / 8
 
 
 def _hop_s(net: Network, between: bool) -> float:
@@ -117,15 +122,13 @@ def exchange_s(net: Network, messages: Sequence[int], elements: int) -> tuple[fl
     net = _for_exchange(net)
     size, rounds = sum(messages), len(messages)
     if net.two_level and g > 1:
-        inside = (g - 1) / g * 2 * elements / _local_bytes_per_s(net) + rounds * (g - 1) * _hop_s(net, False)
-        if m == 1:  # the mean is exact then, and is gathered as 16 bits
-            return inside, 0.0, inside
-        sent = (m - 1) * size
-        crossing = _moved_s(net, g * sent, 0.0)
-        to_all = crossing + rounds * (_value(net.latency_us) + (m - 1) * _value(net.message_us)) * 1e-6
+        inside = mean_inside_bytes(g, elements) / _mean_bytes_per_s(net) + rounds * (g - 1) * _hop_s(net, False)
         spread = (g - 1) * m * size / _local_bytes_per_s(net) + rounds * (g - 1) * _hop_s(net, False)
-        gathered = crossing + rounds * (m - 1) * _hop_s(net, True) + spread
-        return inside, to_all, gathered
+        if m == 1:
+            return inside, 0.0, spread
+        crossing = _moved_s(net, g * (m - 1) * size, 0.0)
+        to_all = crossing + rounds * (_value(net.latency_us) + (m - 1) * _value(net.message_us)) * 1e-6
+        return inside, to_all, crossing + rounds * (m - 1) * _hop_s(net, True) + spread
     latency = _value(net.latency_us if m > 1 else net.local_latency_us)
     to_all = _moved_s(net, g * (n - g) * size, (g - 1) * size) + rounds * (
         (latency + (n - 1) * _value(net.message_us)) * 1e-6
@@ -135,17 +138,20 @@ def exchange_s(net: Network, messages: Sequence[int], elements: int) -> tuple[fl
     return 0.0, to_all, gathered + rounds * (n - 1) * _hop_s(net, m > 1)
 
 
+def _as_exchanged(net: Network, kind: StepKind) -> Network:
+    return replace(net, two_level=False) if kind.flat and net.two_level else net
+
+
 def payload_bytes(net: Network, kind: StepKind) -> int:
-    """Bytes that one worker hands to the transport in a step of this kind, as `Comm` counts them."""
+    """Bytes that one worker hands to the transport in a step of this kind, inside its machine and out, as `Comm` counts
+    them."""
     n, g, m = net.workers, net.workers_per_machine, net.machines
+    net = _as_exchanged(net, kind)
     reduced = sum(ring_all_reduce_bytes(size, n) for size in kind.reduced_bytes)
     size = sum(kind.messages_bytes)
     if not (net.two_level and g > 1) or not size:
         return reduced + 2 * (n - 1) * size
-    inside = -(-2 * (g - 1) * kind.exchanged_elements // g)
-    if m == 1:
-        return reduced + 2 * inside
-    return reduced + inside + 2 * (m - 1) * size + (g - 1) * m * size
+    return reduced + mean_inside_bytes(g, kind.exchanged_elements) + 2 * (m - 1) * size + (g - 1) * m * size
 
 
 # -- a step ----------------------------------------------------------------------------------------------------
@@ -163,11 +169,15 @@ def step_time(setup: Setup, kind: StepKind) -> StepTime:
     waits = _value(work.straggling) * math.sqrt(kind.since_sync) * compute
     local, to_all, gathered = 0.0, 0.0, 0.0
     if kind.messages_bytes:
-        local, to_all, gathered = exchange_s(net, kind.messages_bytes, kind.exchanged_elements)
+        local, to_all, gathered = exchange_s(_as_exchanged(net, kind), kind.messages_bytes, kind.exchanged_elements)
     pieces = [max(1, math.ceil(size / DDP_BUCKET_BYTES)) if kind.ddp else 1 for size in kind.reduced_bytes]
     reduced = sum(all_reduce_s(net, s, k) for s, k in zip(kind.reduced_bytes, pieces, strict=True) if s)
     hidden = _hidden_in_backward(work, reduced, sum(pieces)) if kind.ddp and kind.computes else 0.0
-    hidden += _hidden_in_pipeline(work, encode + server, local + to_all + gathered, len(kind.messages_bytes))
+    wire, buckets = local + to_all + gathered, len(kind.messages_bytes)
+    if work.overlap_exchange and kind.early and kind.computes:
+        hidden += _hidden_in_backward(work, wire, buckets)
+    else:
+        hidden += _hidden_in_pipeline(work, encode + server, wire, buckets)
     return StepTime(compute, waits, encode, local, to_all, server, gathered, reduced, update, hidden)
 
 
@@ -176,7 +186,7 @@ def _compute_s(work: Work) -> float:
 
 
 def _hidden_in_backward(work: Work, reduced_s: float, buckets: int) -> float:
-    """Of an all-reduce in buckets: the last one waits for the end of backward, the others run beside it."""
+    """Of buckets that are reduced or exchanged as they are ready: the last one waits for the end of backward."""
     window = _value(work.backward_share) * _value(work.micro_step_s)
     return _value(work.overlap) * (buckets - 1) / buckets * min(reduced_s, window) if buckets else 0.0
 
@@ -240,6 +250,14 @@ def cost(setup: Setup, method: Method, steps: Steps | None = None) -> Cost:
     )
 
 
+def two_levels_gain(setup: Setup, method: Method) -> float:
+    """The time of a run with flat exchanges over that with two-level ones. The set-up must have no ranges."""
+    flat, levels = (
+        cost(replace(setup, network=replace(setup.network, two_level=two)), method).total_s for two in (False, True)
+    )
+    return flat / levels
+
+
 def memory_bytes(setup: Setup, method: Method) -> float:
     """Bytes per worker of parameters, gradients and optimizer state at its fullest; activations are not in it."""
     width = setup.model.parameter_bytes
@@ -299,13 +317,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All methods; `advice` in a sentence; `recommended`: the method to take, of this library and the family asked."""
+    """All methods; `advice` in a sentence; `recommended`: the method to take, of this library and the family asked.
+
+    `levels_gain`: of that method, the time with one level over that with two.
+    """
 
     setup: Setup
     rows: dict[str, Row]
     recommended: str
     advice: str
     worth_it: bool
+    levels_gain: float
 
 
 def plan(setup: Setup, family: str = "lamb") -> Plan:
@@ -325,7 +347,8 @@ def plan(setup: Setup, family: str = "lamb") -> Plan:
     edges = {name: [break_even_gbit_s(p, m) for p in _without_link_ends(setup)] for name, m in METHODS.items()}
     rows = {n: _row(METHODS[n], costs, found[PLAIN[METHODS[n].family]], edges[n]) for n, costs in found.items()}
     recommended, worth_it, advice = _advise(likely_setup(setup), rows, family)
-    return Plan(setup, rows, recommended, advice, worth_it)
+    gain = two_levels_gain(likely_setup(setup), METHODS[recommended])
+    return Plan(setup, rows, recommended, advice, worth_it, gain)
 
 
 def _without_link_ends(setup: Setup) -> list[Setup]:

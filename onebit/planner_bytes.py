@@ -55,6 +55,11 @@ def padded(shapes: Shapes, workers: int, bucket_elements: int | None) -> int:
     return flat_layout(shapes, workers, bucket_elements).numel
 
 
+def mean_inside_bytes(workers: int, elements: int) -> int:
+    """What one of the workers of a machine sends for the mean of a float32 buffer among them, of two levels."""
+    return WORD * (workers - 1) * elements // workers
+
+
 def low_rank_elements(shapes: Shapes, rank: int) -> tuple[int, int]:
     """What PowerSGD sends of one step: elements of the factors P and Q, and elements sent as they are.
 

@@ -87,7 +87,10 @@ class Network:
         oversubscription: >= 1; how many times less all machines together get than their links add up to.
         full_duplex: False: a link sends or receives, so both take turns.
         all_reduce: "ring": over all workers, once around. "by-machine": inside machines first, then between them.
-        two_level: compressed exchanges average the workers of a machine in 16 bits first, and go between machines only.
+        two_level: compressed exchanges average the workers of a machine in full precision first, and go between
+            machines only.
+        mean_gbit_s: of that mean: what a worker sends for it, 4 (g - 1) / g bytes per parameter, over the time that it
+            takes, sums included; None: local_gbit_s.
 
     Raises:
         ConfigError: a value outside what is listed.
@@ -105,6 +108,7 @@ class Network:
     full_duplex: bool = True
     all_reduce: AllReduce = "ring"
     two_level: bool = False
+    mean_gbit_s: Number | None = None
 
     def __post_init__(self) -> None:
         _whole("workers", self.workers, 2)
@@ -118,6 +122,8 @@ class Network:
             _number(name, getattr(self, name), 0.0, above=True)
         for name in ("latency_us", "message_us", "local_latency_us"):
             _number(name, getattr(self, name), 0.0)
+        if self.mean_gbit_s is not None:
+            _number("mean_gbit_s", self.mean_gbit_s, 0.0, above=True)
         _number("oversubscription", self.oversubscription, 1.0)
         if self.all_reduce not in get_args(AllReduce):
             raise ConfigError(f"all_reduce is {self.all_reduce!r}; it must be 'ring' or 'by-machine'")
@@ -139,6 +145,7 @@ class Work:
         backward_share: of micro_step_s, in [0, 1].
         straggling: by which share the slowest worker's step is longer than the mean one.
         overlap: which share of the communication that could run beside other work does, in [0, 1].
+        overlap_exchange: whether the exchange of a bucket begins during backward, as with an optimizer's overlap=True.
         memory_gbyte_s: what the device reads and writes, 1e9 byte/s.
         kernel_factor: of the kernels that compress to 1 bit, and of the updates that go with them: how many times as
             long as the memory traffic that they cannot avoid.
@@ -161,6 +168,7 @@ class Work:
     backward_share: Number = 2 / 3
     straggling: Number = 0.0
     overlap: Number = 1.0
+    overlap_exchange: bool = False
     memory_gbyte_s: Number = 500.0
     kernel_factor: Number = 1.4
     plain_factor: Number = 0.8

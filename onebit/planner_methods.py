@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from onebit.flat import DEFAULT_BUCKET_ELEMENTS
+from onebit.flat import DEFAULT_BUCKET_ELEMENTS, overlapped_bucket_elements
 from onebit.local_variance import Schedule
 from onebit.planner_bytes import (
     flat_layout,
@@ -21,7 +21,7 @@ from onebit.planner_bytes import (
     one_bit_messages,
     padded,
 )
-from onebit.planner_inputs import Setup, likely
+from onebit.planner_inputs import Network, Setup, likely
 from onebit.quantised import BLOCK
 from onebit.zero_one_adam import UpdateKinds
 
@@ -35,6 +35,7 @@ TO_16_BITS = 12.0  # gradient read and written as 16 bits, and back: bytes per p
 ADAMW_UPDATE = 28.0  # gradient 4; momentum, variance, parameter read and written
 LAMB_UPDATE = 44.0
 ENCODE = 20.5  # gradient 4, error read and written 8, bits; gradient and error again, since scales come late
+INPUT = 8.0  # gradient read, input to the mean inside a machine written: with two levels
 SERVER_PER_CHUNK, SERVER = 8.0, 0.25  # server error over n; bits in and out
 ADAM_APPLY = 12.0  # parameter read and written, frozen variance
 LAMB_APPLY = 28.0  # the same; and to measure: fresh variance read and written, frozen one, parameter
@@ -61,6 +62,8 @@ class StepKind:
         plain_bytes: the same of a plain update, and of conversions to 16 bits and back.
         factor, update_factor: of the kernels that encode and serve, and of those of `update_bytes`.
         ddp: the all-reduce runs beside backward, in buckets.
+        early: the exchange of a bucket can begin during backward.
+        flat: it is among all workers, also where there are two levels.
         computes: whether forward and backward belong to it; not where it is something extra.
         since_sync: steps since the workers last met, this one included; 0: they do not meet.
     """
@@ -76,6 +79,8 @@ class StepKind:
     factor: KernelFactor = "kernel_factor"
     update_factor: KernelFactor = "kernel_factor"
     ddp: bool = False
+    early: bool = True
+    flat: bool = False
     computes: bool = True
     since_sync: float = 1.0
 
@@ -122,16 +127,33 @@ def _full(setup: Setup, width: int, update: float, ddp: bool = True) -> StepKind
     return StepKind("full", (size,), plain_bytes=convert + update, ddp=ddp)
 
 
-def _own_full(setup: Setup, width: int, update: float, bucket: int | None = DEFAULT_BUCKET_ELEMENTS) -> StepKind:
+def _own_full(setup: Setup, width: int, update: float, paper: bool = False) -> StepKind:
     """The same, averaged by the optimizer in one flat buffer, or by DDP in its place; bytes are those of the buffer."""
-    size = width * padded(setup.model.shapes, setup.network.workers, bucket)
+    size = width * padded(setup.model.shapes, setup.network.workers, _bucket(setup, paper))
     return replace(_full(setup, width, update), reduced_bytes=(size,))
 
 
-def exchange_bytes(workers: int, bits: int = 1) -> tuple[float, float]:
-    """Bytes per parameter through memory, to encode and to serve, where a message has so many bits per element."""
+def exchange_bytes(workers: int, bits: int = 1, inside: int = 1) -> tuple[float, float]:
+    """Bytes per parameter through memory, to encode and to serve, where a message has so many bits per element.
+
+    `inside`: workers of a machine that average first, so that each encodes its part; 1: none do.
+    """
     wider = (bits - 1) / 8
-    return ENCODE + 2 * wider, SERVER_PER_CHUNK / workers + SERVER + 2 * wider
+    whole = INPUT if inside > 1 else 0.0
+    return whole + (ENCODE + 2 * wider) / inside, SERVER_PER_CHUNK / workers + SERVER + 2 * wider
+
+
+def averaged_inside(net: Network) -> int:
+    """How many workers average before one of them sends: those of a machine where there are two levels, else 1."""
+    return net.workers_per_machine if net.two_level else 1
+
+
+def _bucket(setup: Setup, paper: bool = False) -> int | None:
+    """`bucket_elements`: the default, or the papers' one bucket."""
+    if paper:
+        return None
+    own = setup.work.overlap_exchange
+    return overlapped_bucket_elements(setup.model.parameters) if own else DEFAULT_BUCKET_ELEMENTS
 
 
 def _exchange(
@@ -143,7 +165,7 @@ def _exchange(
     factor: KernelFactor = "kernel_factor",
     bits: int = 1,
 ) -> StepKind:
-    encode, server = exchange_bytes(setup.network.workers, bits)
+    encode, server = exchange_bytes(setup.network.workers, bits, averaged_inside(setup.network))
     return StepKind(
         name,
         messages_bytes=messages,
@@ -157,15 +179,16 @@ def _exchange(
 
 
 def _one_bit(setup: Setup, update: float, paper: bool) -> StepKind:
-    bucket = None if paper else DEFAULT_BUCKET_ELEMENTS
+    bucket = _bucket(setup, paper)
     messages = one_bit_messages(setup.model.shapes, setup.network.workers, bucket, "bucket" if paper else "layer")
     return _exchange(setup, "1 bit", messages, update, bucket)
 
 
 def _integers(setup: Setup, bits: int, update: float) -> StepKind:
-    messages = integer_messages(setup.model.shapes, setup.network.workers, DEFAULT_BUCKET_ELEMENTS, bits)
+    bucket = _bucket(setup)
+    messages = integer_messages(setup.model.shapes, setup.network.workers, bucket, bits)
     factor: KernelFactor = "int8_factor" if bits == 8 else "int4_factor"
-    kind = _exchange(setup, f"int{bits}", messages, 0.0, DEFAULT_BUCKET_ELEMENTS, factor, bits)
+    kind = _exchange(setup, f"int{bits}", messages, 0.0, bucket, factor, bits)
     return replace(kind, plain_bytes=update)
 
 
@@ -175,8 +198,8 @@ def _two_stages(warmup: str, lamb: bool, paper: bool = False) -> Callable[[Setup
 
     def steps(setup: Setup) -> Steps:
         first = warmup_steps(setup, likely(setup.run.warmup_share))
-        bucket = None if paper else DEFAULT_BUCKET_ELEMENTS
-        kind = _own_full(setup, 2, before, bucket) if warmup == "bf16" else _integers(setup, int(warmup[3:]), before)
+        full = warmup == "bf16"
+        kind = _own_full(setup, 2, before, paper) if full else _integers(setup, int(warmup[3:]), before)
         return [(first, replace(kind, name="warm-up")), (setup.run.steps - first, _one_bit(setup, after, paper))]
 
     return steps
@@ -184,18 +207,19 @@ def _two_stages(warmup: str, lamb: bool, paper: bool = False) -> Callable[[Setup
 
 def _local_variance(lamb: bool) -> Callable[[Setup], Steps]:
     def steps(setup: Setup) -> Steps:
-        shapes, n = setup.model.shapes, setup.network.workers
+        shapes, n, bucket = setup.model.shapes, setup.network.workers, _bucket(setup)
         first = warmup_steps(setup, likely(setup.run.local_warmup_share))
         kind = _integers(setup, 4, LAMB_UPDATE if lamb else ADAMW_UPDATE)
-        bits = one_bit_messages(shapes, n, DEFAULT_BUCKET_ELEMENTS, "bucket")
-        stage = _exchange(setup, "1 bit", bits, LOCAL_APPLY, DEFAULT_BUCKET_ELEMENTS, "local_factor")
-        logarithms = logarithm_messages(shapes, n, DEFAULT_BUCKET_ELEMENTS)
-        variance = _exchange(setup, "variance", logarithms, RENEW, DEFAULT_BUCKET_ELEMENTS, "local_factor")
+        bits = one_bit_messages(shapes, n, bucket, "bucket")
+        stage = _exchange(setup, "1 bit", bits, LOCAL_APPLY, bucket, "local_factor")
+        logarithms = logarithm_messages(shapes, n, bucket)
+        flat = replace(setup, network=replace(setup.network, two_level=False))
+        variance = _exchange(flat, "variance", logarithms, RENEW, bucket, "local_factor")
         syncs = Schedule().count(first, setup.run.steps)
         return [
             (first, replace(kind, name="warm-up", update_bytes=FOLLOW, update_factor="local_factor")),
             (setup.run.steps - first, stage),
-            (syncs, replace(variance, computes=False)),
+            (syncs, replace(variance, computes=False, flat=True)),
         ]
 
     return steps
@@ -211,10 +235,11 @@ def zero_one_counts(steps: int, var_freeze_step: int) -> tuple[int, int, int]:
 
 
 def _zero_one(setup: Setup) -> Steps:
+    setup = replace(setup, work=replace(setup.work, overlap_exchange=False))  # it has none
     variance, sync, local = zero_one_counts(setup.run.steps, warmup_steps(setup, likely(setup.run.warmup_share)))
     together = variance + sync
     since = setup.run.steps / together
-    one_bit = replace(_one_bit(setup, ZERO_ONE_SYNC, False), since_sync=since)
+    one_bit = replace(_one_bit(setup, ZERO_ONE_SYNC, False), since_sync=since, early=False)
     return [
         (variance, replace(_own_full(setup, 2, ADAMW_UPDATE), name="variance", ddp=False)),
         (sync, one_bit),
@@ -254,21 +279,22 @@ def _local_steps(setup: Setup) -> Steps:
 WORD_BYTES = 4.0
 ADAM_STATE = 8.0  # momentum and variance
 MEAN = 4.0  # the averaged gradient, or DDP's buckets
-LAMB_HELD, ADAM_HELD = 12.0, 8.0  # worker error, frozen variance; for LAMB the fresh one
-ZERO_ONE_HELD = 24.0  # momentum, variance, its root, worker error, update, parameters at the last exchange
+LAMB_HELD, ADAM_HELD = 8.0, 4.0  # frozen variance; for LAMB the fresh one
+ZERO_ONE_HELD = 20.0  # momentum, variance, its root, update, parameters at the last exchange
 
 
 def _always(held: float) -> Callable[[Setup], State]:
     return lambda setup: State(held, held)
 
 
-def _per_n(setup: Setup) -> float:
-    return WORD_BYTES / setup.network.workers
+def _errors(setup: Setup) -> float:
+    """The worker error, of its part where a machine averages first, and the server error."""
+    return WORD_BYTES / averaged_inside(setup.network) + WORD_BYTES / setup.network.workers
 
 
 def _integer_state(setup: Setup) -> float:
     """Both errors, and where blocks of 128 begin."""
-    return WORD_BYTES + _per_n(setup) + 8 / BLOCK
+    return _errors(setup) + 8 / BLOCK
 
 
 def _stages_state(compressed: float, integers: bool = False) -> Callable[[Setup], State]:
@@ -279,7 +305,7 @@ def _stages_state(compressed: float, integers: bool = False) -> Callable[[Setup]
 
     def state(setup: Setup) -> State:
         before = ADAM_STATE + MEAN + (_integer_state(setup) if integers else 0.0)
-        after = compressed + _per_n(setup)
+        after = compressed + _errors(setup)
         return State(max(before, after + WORD_BYTES), after + 1 / 8)
 
     return state
@@ -289,10 +315,10 @@ def _local_state(smoothed: float) -> Callable[[Setup], State]:
     """Of local variance, whose momentum is numbers again at each exchange of the variance."""
 
     def state(setup: Setup) -> State:
-        buckets = flat_layout(setup.model.shapes, setup.network.workers, DEFAULT_BUCKET_ELEMENTS).buckets
+        buckets = flat_layout(setup.model.shapes, setup.network.workers, _bucket(setup)).buckets
         ones = 2 * max(bucket.numel for bucket in buckets) / setup.model.parameters
         before = ADAM_STATE + WORD_BYTES + MEAN + _integer_state(setup)
-        after = 4 * WORD_BYTES + _per_n(setup) + ones  # own variance, denominator, error; input, kept on CPUs only
+        after = 3 * WORD_BYTES + _errors(setup) + ones  # own variance, denominator; input, kept on CPUs only
         return State(smoothed + max(before, after + WORD_BYTES), smoothed + after + 1 / 8)
 
     return state
@@ -305,7 +331,7 @@ def _powersgd_state(setup: Setup) -> State:
 
 
 def _zero_one_state(setup: Setup) -> State:
-    held = ZERO_ONE_HELD + _per_n(setup)
+    held = ZERO_ONE_HELD + _errors(setup)
     return State(held, held)
 
 

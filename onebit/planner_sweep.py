@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from onebit.errors import ConfigError
-from onebit.planner import WORTH_IT, Cost, cost, exchange_s, steps_of
+from onebit.planner import WORTH_IT, Cost, cost, exchange_s, steps_of, two_levels_gain
 from onebit.planner_inputs import Model, Network, Setup, likely, likely_setup, transformer_shapes
-from onebit.planner_methods import METHODS, Method, StepKind, Steps
+from onebit.planner_methods import METHODS, StepKind, Steps
 
 WORKERS = tuple(2**k for k in range(1, 13))
 LINKS_GBIT_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -111,7 +111,7 @@ def _cell(setup: Setup, steps: Mapping[str, Steps], device_gbyte: float) -> Cell
         speed_up=base.total_s / costs[fastest].total_s,
         fastest_here=here,
         speed_up_here=base.total_s / costs[here].total_s,
-        speed_up_two_levels=_two_levels(setup, METHODS[here], steps[here]),
+        speed_up_two_levels=two_levels_gain(setup, METHODS[here]),
         message_bytes=message,
         message_share=share,
         server_error_bytes=4 * setup.model.parameters / setup.network.workers,
@@ -123,15 +123,6 @@ def _cell(setup: Setup, steps: Mapping[str, Steps], device_gbyte: float) -> Cell
 def _winner(costs: dict[str, Cost]) -> str:
     best = min(c.total_s for c in costs.values())
     return next(name for name, c in costs.items() if c.total_s <= best * TIE)
-
-
-def _two_levels(setup: Setup, method: Method, steps: Steps) -> float:
-    """The time of a run with flat exchanges over that with two-level ones."""
-    flat, levels = (
-        cost(replace(setup, network=replace(setup.network, two_level=two)), method, steps).total_s
-        for two in (False, True)
-    )
-    return flat / levels
 
 
 def _messages(net: Network, kind: StepKind) -> tuple[int, float]:

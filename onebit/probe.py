@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from onebit.build import build_model
 from onebit.clock import synchronized
-from onebit.comm import Comm, all_or_none, check_same
+from onebit.comm import Comm, agreed, all_or_none, check_same
 from onebit.errors import ConfigError
 from onebit.job import masked_loss, versions
 from onebit.planner_inputs import Range
@@ -31,7 +31,6 @@ from onebit.probe_kernels import kernel_speed, quartiles
 from onebit.probe_network import (
     LEAST_REPEATS,
     MOST_REPEATS,
-    agreed,
     cases_of,
     machine_names,
     of_this_machine,
@@ -180,7 +179,12 @@ def _one_step(subject: Subject, device: torch.device) -> tuple[float, float]:
 
 
 def probe(
-    text: str | None, micro_batch: int | None, comm: Comm, device: torch.device, seconds: float = DEFAULT_S
+    text: str | None,
+    micro_batch: int | None,
+    comm: Comm,
+    device: torch.device,
+    seconds: float = DEFAULT_S,
+    two_level: bool = False,
 ) -> dict[str, Any]:
     """Measure everything. A collective; the result is the same on all workers but for the kernels' speed.
 
@@ -189,12 +193,13 @@ def probe(
         comm, device: the workers, and where this one computes.
         seconds: in all, 5 or more; a step or a message that takes long may go beyond it, as everything is timed three
             times at least.
+        two_level: time the kernels of two levels, and the mean inside a machine.
 
     Returns:
         What `onebit probe --json` writes; docs/doctor.md has its keys.
 
     Raises:
-        ConfigError: a model that cannot be used, or uneven machines.
+        ConfigError: a model that cannot be used, uneven machines, or two levels with one worker on each.
         MismatchError: workers have different models.
     """
     began = time.perf_counter()
@@ -202,20 +207,25 @@ def probe(
         raise ConfigError(f"--seconds is {seconds:g}; it must be from 5 to 600; correct the flag")
     names = machine_names(comm)
     per_machine = names.count(names[0])
+    if two_level and per_machine == 1:
+        raise ConfigError(
+            "--two-level is given, and there is one worker on each machine, so there is one level; leave it out, or "
+            "start several workers on each"
+        )
     subject = all_or_none(comm, lambda: subject_of(text, micro_batch, device))
     shapes = subject.shapes
     check_same(comm, "models to probe", [(f"layer {i}", str(shape)) for i, shape in enumerate(shapes)])
     step = time_step(subject, comm, device, SHARES["step"] * seconds)
     budget = min(SHARES["network"] * seconds, seconds * 0.8 - (time.perf_counter() - began))
     network = local = None
-    if 1 < per_machine < comm.size:
-        inside = of_this_machine(comm, names)
+    inside = of_this_machine(comm, names) if two_level or 1 < per_machine < comm.size else None
+    if inside is not None and per_machine < comm.size:
         local = time_network(cases_of(shapes, per_machine), inside, per_machine, device, max(1.0, budget / 4))
         budget *= 0.75
     if comm.size > 1:
         network = time_network(cases_of(shapes, comm.size), comm, per_machine, device, max(1.0, budget))
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
-    kernels = kernel_speed(shapes, comm.size, device, SHARES["kernels"] * seconds)
+    kernels = kernel_speed(shapes, comm.size, device, SHARES["kernels"] * seconds, inside if two_level else None)
     result = {
         "format": FORMAT,
         "versions": versions(),

@@ -36,6 +36,9 @@ def probe_command(
     workers: Annotated[int, typer.Option(help="Processes to start on this machine; under torchrun leave it out.")] = 1,
     micro_batch: Annotated[int | None, typer.Option(help="Samples of a micro-batch; by default the recipe's.")] = None,
     seconds: Annotated[float, typer.Option(help="How long it may take, 5 to 600.")] = DEFAULT_S,
+    two_level: Annotated[
+        bool, typer.Option("--two-level", help="Time kernels that compress between machines only, and the mean inside.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write it into this file, for `onebit plan --probe`; -: print JSON.")
     ] = None,
@@ -48,10 +51,11 @@ def probe_command(
     if micro_batch is not None and micro_batch < 1:
         raise ConfigError(f"--micro-batch is {micro_batch}; it must be at least 1; correct the flag")
     arguments = [*([model] if model else []), "--seconds", str(seconds), "--timeout-s", str(timeout_s)]
+    arguments += ["--two-level"] if two_level else []
     arguments += [] if micro_batch is None else ["--micro-batch", str(micro_batch)]
 
     def work(comm: Comm, device: torch.device, why: str) -> dict[str, Any]:
-        return probe(model, micro_batch, comm, device, seconds)
+        return probe(model, micro_batch, comm, device, seconds, two_level)
 
     def report(result: dict[str, Any]) -> int:
         _report(result, json_file)
@@ -107,6 +111,8 @@ def _show(result: dict[str, Any]) -> None:
     for name, ns in kernels["ns_per_element"].items():
         table.add_row(name.replace("_", " "), _quartiles(ns, 1, "ns/element"), "")
     table.add_row("copy of memory", _quartiles(kernels["copy_gbyte_s"], 1, "GB/s"), f"{kernels['elements']:,} floats")
+    if kernels["mean_gbit_s"] is not None:
+        table.add_row("mean inside a machine", _quartiles(kernels["mean_gbit_s"], 1, "Gbit/s"), "of two levels")
     Console().print(table)
     say(f"kernels: {kernels['kernels']}")
     if network is None:

@@ -12,7 +12,7 @@ from typing import Any
 from onebit.errors import ConfigError
 from onebit.planner_inputs import Number, Range, Shapes
 
-FORMAT = "onebit probe 3"
+FORMAT = "onebit probe 4"
 SAME_MODEL = 0.01  # of the parameters: how far a model may be from that of a probe whose step is to stand for it
 MOST_GBIT_S = 1e5  # a link faster than that is a fit of noise
 
@@ -23,7 +23,8 @@ class Probed:
 
     link_gbit_s, latency_us and message_us are of the network between machines, or, where `inside` says that all
     workers shared one machine, of what joins them there; local_gbit_s and local_latency_us are of that where there were
-    several machines with several workers each. Other names are those of `planner_inputs`.
+    several machines with several workers each. `two_level`: kernels were timed with two levels, and mean_gbit_s is of
+    the mean inside a machine. Other names are those of `planner_inputs`.
     """
 
     workers: int
@@ -48,6 +49,8 @@ class Probed:
     int4_factor: float
     local_factor: float
     low_rank_factor: float | None
+    two_level: bool
+    mean_gbit_s: float | None
     device: str
     threads: int
 
@@ -90,6 +93,7 @@ class Probed:
             "int4_factor": self.int4_factor,
             "local_factor": self.local_factor,
             "low_rank_factor": self.low_rank_factor,
+            "mean_gbit_s": self.mean_gbit_s,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -131,7 +135,7 @@ def _probed(found: dict[str, Any]) -> Probed:
     if not isinstance(inside, bool):
         raise ConfigError(f"network.inside is {inside!r}; it must be true or false")
     share = part_of(found, "step", "backward_share")
-    low_rank = part_of(found, "kernels", "low_rank_factor")
+    low_rank, mean = part_of(found, "kernels", "low_rank_factor"), part_of(found, "kernels", "mean_gbit_s")
     device = part_of(found, "device")
     if not isinstance(device, str):
         raise ConfigError(f"device is {device!r}; it must be text")
@@ -158,6 +162,8 @@ def _probed(found: dict[str, Any]) -> Probed:
         int4_factor=_range(found, "kernels", "int4_factor", above=False).likely,
         local_factor=_range(found, "kernels", "local_factor").likely,
         low_rank_factor=None if low_rank is None else _range(found, "kernels", "low_rank_factor").likely,
+        two_level=mean is not None,
+        mean_gbit_s=None if mean is None else _range(found, "kernels", "mean_gbit_s").likely,
         device=device,
         threads=whole_in(found, "threads"),
     )

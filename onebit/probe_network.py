@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onebit.clock import synchronized
-from onebit.comm import Comm
+from onebit.comm import Comm, agreed
 from onebit.errors import ConfigError
 from onebit.flat import DEFAULT_BUCKET_ELEMENTS
 from onebit.link_fit import COLLECTIVES, Collective, Sample, fit_quartiles, terms_of
@@ -199,8 +199,3 @@ def machine_names(comm: Comm) -> list[str]:
 def of_this_machine(comm: Comm, names: list[str]) -> Comm:
     """The workers of this machine alone. A collective."""
     return comm.split([[rank for rank, other in enumerate(names) if other == name] for name in dict.fromkeys(names)])
-
-
-def agreed(comm: Comm, mine: bool) -> bool:
-    """What worker 0 holds true."""
-    return comm.all_gather_bytes(b"1" if mine else b"0")[0] == b"1"

@@ -536,16 +536,20 @@ def long_messages(comm: Comm) -> list[bool]:
         rows = [torch.arange(size, dtype=torch.int64) * (7 + comm.rank) + to for to in range(comm.size)]
         sent = torch.stack(rows).to(torch.uint8)
         pending = comm.all_to_all(sent), comm.all_gather(sent[0])
+        again = list(comm.all_to_all(sent).parts())
         expected = torch.arange(size, dtype=torch.int64)
         for source, row in enumerate(pending[0].wait()):
             same.append(torch.equal(row, (expected * (7 + source) + comm.rank).to(torch.uint8)))
         for source, row in enumerate(pending[1].wait()):
             same.append(torch.equal(row, (expected * (7 + source)).to(torch.uint8)))
-        same.append(comm.payload_bytes - before == 2 * (comm.size - 1) * size)
+        expected_parts = [(expected * (7 + source) + comm.rank).to(torch.uint8) for source in range(comm.size)]
+        same.append(torch.equal(torch.cat(again, 1), torch.stack(expected_parts)))
+        same.append(len(again) == (1 if size <= WHOLE_BYTES else -(-size // PIECE_BYTES)))
+        same.append(comm.payload_bytes - before == 3 * (comm.size - 1) * size)
     return same
 
 
 def test_long_messages_arrive_whole_and_are_counted_as_before():
     for same in run_processes(3, long_messages):
-        assert len(same) == 5 * 7
+        assert len(same) == 5 * 9
         assert all(same)

@@ -373,8 +373,8 @@ PROBED = Probed(
     workers=2, machines=1, inside=True, shapes=((680_016,),), micro_batch=8, micro_step_s=0.01, backward_share=0.6,
     straggling=0.25, link_gbit_s=3.0, latency_us=40.0, message_us=9.0, exchange_efficiency=0.5, local_gbit_s=None,
     local_latency_us=None, residual=0.01, memory_gbyte_s=10.0, kernel_factor=2.0, plain_factor=1.0,
-    int8_factor=4.0, int4_factor=5.0, local_factor=2.0, low_rank_factor=5.0, device="cpu",
-    threads=1,
+    int8_factor=4.0, int4_factor=5.0, local_factor=2.0, low_rank_factor=5.0, two_level=False,
+    mean_gbit_s=None, device="cpu", threads=1,
 )  # fmt: skip
 
 
@@ -402,6 +402,22 @@ def test_a_rate_that_was_given_is_the_local_one_inside_a_machine(finished):
     over = predict(summary, 0.01, Assumed(PROBED, 0.001, None))
     assert over is not None
     assert over[0].all_reduce_s == pytest.approx(slow[0].all_reduce_s, rel=0.05)
+
+
+def test_the_prediction_has_the_levels_and_the_overlap_of_the_run(finished):
+    summary = replace(read_summary(finished), parameters=1_000_000)  # several buckets with overlap
+    assumed = Assumed(replace(PROBED, two_level=True, mean_gbit_s=2.0), None, 1)
+    recipe = summary.recipe
+    levels = replace(summary, recipe=recipe | {"train": recipe["train"] | {"two_levels": True}})
+    options = recipe["optimizer"].get("options", {}) | {"overlap": True}
+    overlap = replace(summary, recipe=recipe | {"optimizer": recipe["optimizer"] | {"options": options}})
+    plain, two, hidden = (predict(each, 0.01, assumed) for each in (summary, levels, overlap))
+    assert plain is not None
+    assert two is not None
+    assert hidden is not None
+    assert plain[1].local_mean_s == 0
+    assert two[1].local_mean_s == pytest.approx(2 * summary.parameters * 8 / 2e9 + 49e-6, rel=0.05)
+    assert hidden[1].hidden_s > plain[1].hidden_s == 0
 
 
 def test_the_probes_straggling_is_predicted(finished):

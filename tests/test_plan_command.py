@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 from typer.testing import CliRunner
 
 from onebit import planner_sweep
@@ -76,6 +77,8 @@ def test_a_range_given_is_a_range_in_the_answer():
         (("--half-duplex",), "network", "full_duplex", False),
         (("--all-reduce", "by-machine"), "network", "all_reduce", "by-machine"),
         (("--two-level",), "network", "two_level", True),
+        (("--two-level", "--mean-gbit-s", 0.1), "network", "mean_gbit_s", 0.1),
+        (("--overlap-exchange",), "work", "overlap_exchange", True),
         (("--precision", "bf16"), "model", "parameter_bytes", 2),
         (("--micro-batch", 16), "work", "micro_batch", 16),
         (("--accumulation", 4), "work", "accumulation", 4),
@@ -123,6 +126,35 @@ def test_a_recipe_of_any_method_is_accepted_and_names_it(name, tmp_path):
     kinds = dict((kind.name, count) for count, kind in METHODS[name].steps(setup))
     if "warm-up" in kinds:
         assert recipe.freeze_step == kinds["warm-up"]
+
+
+def test_the_recipe_has_two_levels_and_overlap_where_the_plan_has():
+    for levels, overlap in ((False, False), (True, False), (False, True), (True, True)):
+        setup = Setup(
+            Model(((1000, 1000),)), Network(4, 2, 1.0, two_level=levels), Work(0.1, overlap_exchange=overlap), Run(400)
+        )
+        for name in ("onebit-lamb", "local-variance-lamb", "zero-one-adam", "lamb-16bit", "ddp-16bit"):
+            found = tomllib.loads(recipe_text(replace(plan(setup), recommended=name)))
+            compresses = METHODS[name].compresses
+            assert found["train"].get("two_levels", False) is (levels and compresses)
+            can = compresses and name != "zero-one-adam"
+            assert found["optimizer"].get("options", {}).get("overlap", False) is (overlap and can)
+
+
+def test_it_says_what_the_other_number_of_levels_would_bring():
+    shared = ("--workers", 8, "--machines", 2, "--compute-ms", 100, "--steps", 1000, "--link-gbit-s", 0.5)
+    shared += ("--local-factor", 100)  # so that one method is recommended, whichever it is
+    one, two = (as_json("100M", *shared, flag) for flag in ("--one-level", "--two-level"))
+    name = one["recommended"]
+    assert two["recommended"] == name
+    times = [found["methods"][name]["total_s"]["likely"] for found in (one, two)]
+    assert one["levels_gain"] == two["levels_gain"] == pytest.approx(times[0] / times[1])
+    gain = one["levels_gain"]
+    assert gain > 1.1
+    assert f"with two levels (--two-level) it would be {gain:.2f} times as fast" in call("100M", *shared).stdout
+    told = call("100M", *shared, "--two-level").stdout
+    assert f"with one level (--one-level) it would be {1 / gain:.2f} times as fast" in told
+    assert "level" not in call("100M", *shared, "--machines", 8).stdout  # one worker on each
 
 
 def test_it_says_do_not_bother_with_the_number():

@@ -24,6 +24,7 @@ from onebit.errors import ConfigError, LayoutError
 from onebit.planner import (
     METHODS,
     PLAIN,
+    StepTime,
     all_reduce_s,
     break_even_gbit_s,
     cost,
@@ -40,6 +41,7 @@ from onebit.planner_methods import (
     ADAMW_UPDATE,
     ENCODE,
     FOLLOW,
+    INPUT,
     LAMB_APPLY,
     LAMB_UPDATE,
     LOCAL_APPLY,
@@ -52,6 +54,7 @@ from onebit.planner_methods import (
 )
 from onebit.planner_sweep import sweep
 from onebit.quantised import QuantisedCodec
+from onebit.two_level import TwoLevel
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -132,6 +135,43 @@ def test_predicted_payload_is_what_the_optimizer_counts_to_the_byte(name, worker
     assert counted == [predicted] * workers
 
 
+@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_predicted_payload_of_two_levels_is_what_both_levels_count_to_the_byte(name, machines):
+    """Two workers on each machine; a worker's own bytes are those between machines and those inside."""
+
+    def run(comm: Comm) -> int:
+        levels = onebit.two_level(2, comm=comm)
+        assert isinstance(levels, TwoLevel)
+        params, optimizer = build(levels, name, SHAPES)
+        for step in range(STEPS):
+            feed(params, 10 * step + comm.rank)
+            optimizer.step()
+        return int(optimizer.payload_bytes) + levels.inside.payload_bytes
+
+    counted = onebit.run_workers(2 * machines, run)
+    predicted = cost(setup_of(workers=2 * machines, per_machine=2, two_level=True), METHODS[name]).payload_bytes
+    assert counted == [predicted] * 2 * machines
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "paper" not in name and name != "zero-one-adam"])
+def test_predicted_payload_with_overlap_is_that_of_its_smaller_buckets(name):
+    shapes = ((300, 400), (200, 300), (500,))
+
+    def run(comm: Comm) -> int:
+        params, optimizer = build(comm, name, shapes, overlap=True)
+        for step in range(STEPS):
+            feed(params, 10 * step + comm.rank)
+            optimizer.step()
+        return int(optimizer.payload_bytes)
+
+    def predicted(overlap: bool) -> int:
+        return cost(setup_of(shapes, 2, 1, overlap_exchange=overlap), METHODS[name]).payload_bytes
+
+    assert onebit.run_workers(2, run) == [predicted(True)] * 2
+    assert (predicted(True) == predicted(False)) == (name == "lamb-16bit")  # which has no messages
+
+
 @pytest.mark.parametrize(("name", "transport"), [("ddp-16bit", "bf16"), ("ddp-fp32", "fp32")])
 def test_predicted_payload_of_plain_averaging_is_what_comm_counts(name, transport):
     def run(comm: Comm) -> int:
@@ -156,11 +196,13 @@ def tensors(thing: Any, seen: set[int]) -> dict[int, int]:
     return {address: size for part in inner for address, size in tensors(part, seen).items()}
 
 
+@pytest.mark.parametrize("levels", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_predicted_state_is_what_the_optimizer_holds_at_its_fullest_and_between_steps(name):
-    shapes = ((2**8, 2**8),)
+def test_predicted_state_is_what_the_optimizer_holds_at_its_fullest_and_between_steps(name, levels):
+    shapes, workers = ((2**8, 2**8),), 4 if levels else 2
 
     def run(comm: Comm) -> list[float]:
+        comm = onebit.two_level(2, comm=comm) if levels else comm
         params, optimizer = build(comm, name, shapes, **({"warmup_steps": 3} if name.startswith("local") else {}))
         sizes = []
         for step in range(8):
@@ -172,8 +214,8 @@ def test_predicted_state_is_what_the_optimizer_holds_at_its_fullest_and_between_
             sizes.append(sum(held.values()) / 2**16)
         return sizes
 
-    held = onebit.run_workers(2, run)[0]
-    expected = METHODS[name].state_bytes(setup_of(shapes, 2, 1))
+    held = onebit.run_workers(workers, run)[0]
+    expected = METHODS[name].state_bytes(setup_of(shapes, workers, 2, two_level=levels))
     assert max(held) == pytest.approx(expected.fullest, rel=0.005)
     settled = min(held) if name.startswith("local") else held[-1]  # local variance is exchanged in between
     assert settled == pytest.approx(expected.settled, rel=0.005)
@@ -371,9 +413,43 @@ def test_two_levels_are_counted_inside_and_between_machines():
     """By hand: 64,000 elements, 8 workers; messages of 1,000 bytes."""
     kind = StepKind("1 bit", messages_bytes=(1000,), exchanged_elements=64_000)
     net = Network(8, 2, 1.0, two_level=True)
-    assert payload_bytes(net, kind) == 64_000 + 2 * 3 * 1000 + 4 * 1000  # 16-bit mean; between; what others got
+    assert payload_bytes(net, kind) == 4 * 64_000 // 2 + 2 * 3 * 1000 + 4 * 1000  # mean; between; what others got
     assert payload_bytes(replace(net, two_level=False), kind) == 2 * 7 * 1000
-    assert payload_bytes(replace(net, workers_per_machine=8), kind) == 2 * 7 * 2 * 64_000 // 8  # nothing in 1 bit
+    assert payload_bytes(replace(net, workers_per_machine=8), kind) == 4 * 7 * 64_000 // 8 + 7 * 1000  # one machine
+    quick = replace(net, latency_us=0.0, message_us=0.0, local_latency_us=0.0, local_gbit_s=16.0, mean_gbit_s=4.0)
+    inside, to_all, gathered = exchange_s(quick, (1000,), 64_000)
+    assert inside == pytest.approx(2 * 64_000 / 0.5e9)
+    assert to_all == pytest.approx(2 * 3 * 1000 / 0.125e9)
+    assert gathered == pytest.approx(2 * 3 * 1000 / 0.125e9 + 4 * 1000 / 2e9)
+    assert exchange_s(replace(quick, mean_gbit_s=None), (1000,), 64_000)[0] == pytest.approx(2 * 64_000 / 2e9)
+
+
+def test_with_two_levels_each_worker_encodes_its_part():
+    setup = setup_of(((10**6, 10**3),), 8, 2, memory_gbyte_s=1.0, kernel_factor=1.0, two_level=True)
+    kind = steps_of(setup, METHODS["onebit-lamb"])[1][1]
+    assert kind.encode_bytes == INPUT + ENCODE / 2
+    assert step_time(setup, kind).encode_s == pytest.approx(INPUT + ENCODE / 2)
+
+
+def test_an_exchange_that_begins_early_is_hidden_behind_backward_but_for_its_last_bucket():
+    shapes = ((2**20,),) * 12  # a bucket each
+    calm = {"link": 0.1, "latency_us": 0.0, "message_us": 0.0, "kernel_factor": 0.0}
+    late, early, half = (
+        setup_of(shapes, 2, 1, overlap_exchange=on, overlap=share, **calm)
+        for on, share in ((False, 1.0), (True, 1.0), (True, 0.5))
+    )
+
+    def stage(setup: Setup, name: str = "onebit-lamb") -> StepTime:
+        return step_time(setup, steps_of(setup, METHODS[name])[1][1])
+
+    assert len(steps_of(early, METHODS["onebit-lamb"])[1][1].messages_bytes) == 12
+    wire = stage(early).all_to_all_s + stage(early).all_gather_s
+    window = 0.1 * Work.backward_share
+    assert wire > window  # so that backward's time counts
+    assert stage(late).hidden_s == 0
+    assert stage(early).hidden_s == pytest.approx(11 / 12 * window)
+    assert stage(half).hidden_s == pytest.approx(11 / 12 * window / 2)
+    assert stage(early, "zero-one-adam") == stage(late, "zero-one-adam")  # which cannot
 
 
 def test_latency_and_the_number_of_messages_count():

@@ -33,7 +33,17 @@ from onebit.planner_methods import LAMB_UPDATE
 from onebit.probe import probe, subject_of
 from onebit.probe_command import probe_command
 from onebit.probe_file import read_probe
-from onebit.probe_kernels import PHASES, WHOLE, _unheard, _whole_step, around_the_mean, factors, kernel_speed, quartiles
+from onebit.probe_kernels import (
+    PHASES,
+    WHOLE,
+    Echo,
+    _unheard,
+    _whole_step,
+    around_the_mean,
+    factors,
+    kernel_speed,
+    quartiles,
+)
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
 from onebit.probe_powersgd import low_rank_step
 from onebit.virtual import run_workers
@@ -160,6 +170,43 @@ def test_two_processes_time_the_same_collectives():
 def _on_two_machines(comm: Comm) -> dict[str, Any]:
     os.environ |= {"RANK": str(comm.rank), "LOCAL_WORLD_SIZE": "2"}
     return probe(None, 1, comm, CPU, 6)
+
+
+def _two_levels(comm: Comm) -> dict[str, Any]:
+    os.environ |= {"RANK": str(comm.rank), "LOCAL_WORLD_SIZE": "2"}
+    return probe(None, 1, comm, CPU, 6, two_level=True)
+
+
+def test_two_levels_are_timed_with_a_real_mean_inside_the_machine(tmp_path):
+    found = run_processes(4, _two_levels, timeout_s=120)[0]
+    file = tmp_path / "probe.json"
+    file.write_text(json.dumps(found))
+    probed = read_probe(file)
+    assert probed.two_level
+    assert probed.mean_gbit_s == found["kernels"]["mean_gbit_s"]["likely"] > 0
+    rates = ("--link-gbit-s", 1, "--local-gbit-s", 5)  # on a busy machine they may not be bound
+    network = json.loads(call("plan", "--probe", file, *rates, "--json").stdout)["setup"]["network"]
+    assert (network["two_level"], network["mean_gbit_s"]) == (True, probed.mean_gbit_s)
+    other = call("plan", "--probe", file, *rates, "--one-level", "--json")
+    assert not json.loads(other.stdout)["setup"]["network"]["two_level"]
+    assert "the plan has one level and the probe timed the kernels of two; `onebit probe` times these" in other.stderr
+
+
+def test_two_levels_need_several_workers_on_a_machine():
+    with pytest.raises(ConfigError, match="--two-level is given, and there is one worker on each machine"):
+        probe(None, 1, Solo(), CPU, 6, two_level=True)
+
+
+def _kernels_of_two_levels(comm: Comm) -> dict[str, Any]:
+    return kernel_speed(((300, 100), (70,)), 4, CPU, 0.2, inside=comm)
+
+
+def test_workers_that_average_inside_take_the_same_number_of_turns():
+    first, second = run_workers(2, _kernels_of_two_levels)
+    assert first["rounds"] == second["rounds"]
+    for found in (first, second):
+        assert found["mean_gbit_s"].low > 0
+        assert found["kernel_factor"].likely > 0
 
 
 def test_workers_of_several_machines_time_both_kinds_of_links(tmp_path):
@@ -346,6 +393,24 @@ def test_factors_are_those_with_which_the_model_gives_the_times(
         assert found[name].likely == pytest.approx(value, rel=1e-6, abs=1e-6 * plain), name
 
 
+@given(POSITIVE, st.integers(2, 8), st.integers(1, 4))
+def test_factors_of_two_levels_are_those_with_which_the_model_gives_the_times(factor, inside, machines):
+    names = ("kernel_factor", "int8_factor", "int4_factor", "local_factor")
+    work = Work(1.0, memory_gbyte_s=1.0, plain_factor=1.0, **dict.fromkeys(names, factor))
+    net = Network(inside * machines, inside, 1.0, two_level=True)
+    setup = Setup(Model(((1000, 1000),)), net, work, Run(100))
+
+    def kernels(method: str, stage: int) -> list[float]:
+        time = step_time(setup, METHODS[method].steps(setup)[stage][1])
+        return [(time.encode_s + time.server_s + time.update_s) * 1e3]
+
+    moved = {"step": kernels("onebit-lamb", 1), "int8_step": kernels("onebit-lamb-int8", 0)}
+    moved |= {"int4_step": kernels("onebit-lamb-int4", 0), "local_step": kernels("local-variance-lamb", 1)}
+    found = factors({"warmup_step": [LAMB_UPDATE], **moved}, inside * machines, inside)
+    for name in names:
+        assert found[name].likely == pytest.approx(factor, rel=1e-6, abs=1e-6), name
+
+
 def test_integers_that_take_no_longer_than_fp32_have_the_factor_0_and_not_a_negative_one():
     times = {name: [1.0, 2.0, 3.0] for name in ("step", *WHOLE)} | {"int4_step": [0.5, 1.5, 1.9]}
     assert factors(times, 2)["int4_factor"] == Range(0, 0, 0)
@@ -361,7 +426,7 @@ def test_a_factor_is_the_mean_so_that_turns_that_wait_for_a_core_count():
 
 def test_steps_of_local_variance_are_timed_between_exchanges_of_the_variance():
     with _unheard():
-        step: Any = _whole_step("local_step", ((2_000,),), 3, CPU)
+        step: Any = _whole_step("local_step", ((2_000,),), Echo(3, CPU), CPU)
         optimizer = step.__self__
         assert optimizer.stage is Stage.COMPRESSED
         due = optimizer.stats()["next_sync"]
@@ -532,8 +597,8 @@ def test_efficiency_is_that_of_each_quartile(measured, tmp_path):
     ("damage", "why"),
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
-        (lambda text: "[]", "is 'list', not 'onebit probe 3'"),
-        (lambda text: text.replace("onebit probe 3", "onebit probe 2"), "is 'onebit probe 2', not 'onebit probe 3'"),
+        (lambda text: "[]", "is 'list', not 'onebit probe 4'"),
+        (lambda text: text.replace("onebit probe 4", "onebit probe 3"), "is 'onebit probe 3', not 'onebit probe 4'"),
         (lambda text: text.replace('"local_factor"', '"global_factor"'), r"it has no kernels\.local_factor"),
         (lambda text: text.replace('"step"', '"stop"'), "is damaged: it has no step"),
         (lambda text: text.replace('"likely"', '"unlikely"'), r"it has no step\.forward_backward_s\.likely"),

@@ -16,12 +16,14 @@ from torch import Tensor
 
 import onebit
 from onebit import OneBit
-from onebit.backend import TorchBackend
+from onebit.backend import BucketStep, Hypers, Momentum, TorchBackend
 from onebit.codec import BucketCodec
-from onebit.comm import Comm
+from onebit.comm import PIECE_BYTES, Comm
+from onebit.kernels import pack_bits
+from onebit.lamb import Hyper
 from onebit.layout import FlatLayout
-from onebit.native_backend import NativeCodec
-from onebit.two_level import TwoLevel, TwoLevelExchange, build_exchange
+from onebit.native_backend import NativeBackend, NativeCodec
+from onebit.two_level import TwoLevel, TwoLevelExchange, _mean_of_part, build_exchange
 
 CPU = torch.device("cpu")
 WARMUP, STEPS = 4, 12
@@ -130,6 +132,44 @@ def test_the_compiled_part_encoder_is_that_of_torch(sizes, codec, seed):
         torch.testing.assert_close(torch.cat(decoded[:2]), torch.cat(decoded[2:]), rtol=1e-6, atol=0)
         left = ours.subtract_chunks(half.clone(), mine, range(2, 4))
         torch.testing.assert_close(left, theirs.subtract_chunks(half.clone(), mine, range(2, 4)), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("held", ["numbers", "bits", "some of them"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_input_of_the_mean_inside_a_machine_is_the_reference_ones_to_the_bit(held, scaled):
+    layout = FlatLayout([(300,), (41, 7), (5,)], 4, [0, 0, 1])
+    (bucket,) = layout.buckets
+    hypers = Hypers(layout, [Hyper(0.1, 0.9, 0.99, 1e-6, 0.01), Hyper(0.2, 0.8, 0.95, 1e-3, 0.0)])
+    ours, theirs = NativeBackend(layout), TorchBackend(layout, torch.float32, CPU)
+    codecs = ours.codec(bucket, OneBit()), theirs.codec(bucket, OneBit())
+    grads = [draw(layout, 1, torch.float32)[s.start : s.stop].view(s.shape) for s in layout.layers]
+    grads[0][3:5] = torch.tensor([float("inf"), float("nan")])
+    momentum: Any = draw(layout, 2, torch.float32)
+    if held != "numbers":
+        mask = torch.arange(bucket.numel) % 3 != 0
+        momentum = Momentum(codecs[1].encode(momentum), pack_bits(mask) if held == "some of them" else None)
+    scale = torch.tensor([0.5, 1.5, 3.0]) if scaled else None
+    given = [*grads[:2], None]
+    for own in grads, given:
+        found, expected = (
+            backend.source(BucketStep(codec, hypers, scale, 1, None), own, momentum, None).values(codec)
+            for backend, codec in zip((ours, theirs), codecs, strict=True)
+        )
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(0.0, 1e38, -1e38), expected.nan_to_num(0.0, 1e38, -1e38))
+        assert expected.isinf().sum() == expected.isnan().sum() == 1
+
+
+def mean_of_long_part(comm: Comm) -> bool:
+    """Three pieces of a worker's part, over Gloo."""
+    x = torch.randn(3, comm.size * (2 * PIECE_BYTES + 8) // 4, generator=torch.Generator().manual_seed(0))
+    found = _mean_of_part(x[comm.rank].clone(), comm)
+    rows = x.view(3, comm.size, -1)[:, comm.rank]
+    return torch.equal(found, (rows[0] + rows[1] + rows[2]) / 3)
+
+
+def test_the_mean_of_a_long_part_is_put_together_from_its_pieces():
+    assert run_processes(3, mean_of_long_part) == [True] * 3
 
 
 def test_nan_on_one_worker_reaches_all():
