@@ -207,7 +207,7 @@ class OneBitOptimizer(TwoStages):
             variance[run.slice] = torch.where(implied > 0, implied, variance[run.slice])
         self._exchange = None
         self._drop(self._flat, "fresh_variance")
-        for name in ("ratio", "switch_norm", "momentum_scale", "step_size"):
+        for name in ("ratio", "switch_norm", "start_norm", "momentum_scale", "step_size"):
             self._drop(self._layerwise, name)
         self._add_flat("variance", variance)
         self._add_flat("momentum", momentum)

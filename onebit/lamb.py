@@ -15,6 +15,7 @@ docs/paper_map.md (only lines 15-21 are known by number); DEV-n are the departur
   c           coeff          [layers]   yes                   yes     layerwise coefficient
   c_avg       coeff_avg      [layers]   yes                   yes     moving average of c over the warm-up
   r           ratio          [layers]   yes                   yes     correction of c_avg after the switch
+  -           start_norm     [layers]   yes                   yes     norm of m that the growth of updates counts from
   s           scale          [layers]   yes                   yes     momentum scale where layers share a 1-bit scale
   delta       error          [numel]    no                    own     in `exchange.py`, on both sides
   eta, lambda eps, weight_decay
@@ -33,6 +34,7 @@ from torch import Tensor
 from onebit.layout import Run
 
 RatioForm = Literal["sqrt", "variance"]
+GROWTH_MAX = 3.0  # of a layer's update after the switch (DEV-24)
 FACTOR_MAX, PAPER_FACTOR_MAX = 2.0, 4.0  # where factor_max is left out; the latter with the authors' codec (DEV-22)
 
 
@@ -96,7 +98,8 @@ def trust_ratio(x_norm: Tensor, u_norm: Tensor, rule: CoeffRule) -> tuple[Tensor
 class Norms:
     """What the coefficients need of each layer: 2-norms, float64 [layers] each.
 
-    x: of the parameter. direction: of m / (sqrt(v) + eps). update: of that + weight_decay * x.
+    x: of the parameter; in the compressed stage of the momentum, if anything.
+    direction: of m / (sqrt(v) + eps). update: of that + weight_decay * x.
     """
 
     x: Tensor
@@ -222,6 +225,38 @@ def next_ratio(quotient: Tensor, ratio: Tensor, norms: Norms, rule: RatioRule) -
     raw = torch.where(decayed, raw * share + (1 - share), raw).to(ratio.dtype)  # (DEV-2)
     soft = raw.clamp(ratio * (1 - rule.factor_threshold), ratio * (1 + rule.factor_threshold))  # [A1:15-21 soft clip]
     return soft.clamp(rule.factor_min, rule.factor_max)  # [A1:15-21 hard clip]
+
+
+def start_norms(m_norms: Tensor, x_norms: Tensor, u_norms: Tensor, coeff_avg: Tensor) -> Tensor:
+    """What the growth of a layer's update counts from, as a norm of its momentum (DEV-24).
+
+    It is that of the first momentum after the switch; more where an update with it would be shorter than LAMB's, whose
+    length is ||x||, so that a layer that hardly moved just then may still move as LAMB would move it.
+
+    Args:
+        m_norms, u_norms: of that momentum and of the direction with it, [layers].
+        x_norms, coeff_avg: of the parameters; the average of the coefficients, [layers].
+
+    Returns:
+        [layers]; 0 where there was no momentum.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    return m_norms * (x_norms / (coeff_avg * u_norms).clamp(min=tiny)).clamp(min=1.0).nan_to_num(1.0)
+
+
+def bounded_ratio(ratio: Tensor, m_norms: Tensor, starts: Tensor, most: float) -> Tensor:
+    """The ratio, less where the layer's update would be over `most` times as long as after the switch (DEV-24).
+
+    With a frozen variance an update is as long as its momentum, times ratio and average coefficient.
+
+    Args:
+        ratio: of `next_ratio`, [layers].
+        m_norms: of this step's momentum, [layers].
+        starts: of `start_norms`, [layers]; 0: not known, no bound.
+        most: > 0; inf: no bound.
+    """
+    bound = most * starts / m_norms.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.where((starts > 0) & (m_norms > 0), torch.minimum(ratio, bound.to(ratio.dtype)), ratio)
 
 
 def direction(x: Sequence[Tensor], m: Tensor, v: Tensor, run: Run, hyper: Hyper) -> tuple[Tensor, Tensor]:

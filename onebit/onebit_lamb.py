@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -52,6 +54,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         factor_min, factor_max: hard bounds of the ratio, 0 < min <= max. factor_max=None: 2.0, which bears higher
             learning rates (DEV-22); with the authors' codec, scale="bucket", 4.0, as released.
         factor_threshold: soft bound, the largest relative change of the ratio in a step, > 0; inf: none.
+        growth_max: how many times as long as after the switch, or as LAMB's where that is longer, a layer's update may
+            become at the same lr, >= 1 (DEV-24); inf: no bound, as released. None: 3.0; with the authors' codec, inf.
+            It has no effect with ratio="fixed", the basic form.
         codec: how momentum is sent, `onebit.OneBit(...)`.
         ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), "momentum" (its norm at the
             switch over its norm now, DEV-18: no fresh variance, so 4 bytes per parameter less), or "fixed" (stays 1:
@@ -94,6 +99,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         factor_min: float = 0.5,
         factor_max: float | None = None,
         factor_threshold: float = 0.1,
+        growth_max: float | None = None,
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
         codec: OneBit | None = None,
@@ -112,9 +118,12 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
     ) -> None:
         if not factor_threshold > 0:
             raise ConfigError(f"factor_threshold is {factor_threshold}; it must be above 0 (inf: no soft bound)")
+        if growth_max is not None and not growth_max >= 1:
+            raise ConfigError(f"growth_max is {growth_max}; it must be at least 1 (inf: no bound)")
         check_in("coeff_bias_correction", coeff_bias_correction, (None, True, False))
         codec = OneBit() if codec is None else codec
         shared = check_kind("codec", codec, OneBit).scale == "bucket"
+        self._growth_max = (math.inf if shared else lamb.GROWTH_MAX) if growth_max is None else growth_max
         left_out = factor_max is None
         factor_max = (lamb.PAPER_FACTOR_MAX if shared else lamb.FACTOR_MAX) if factor_max is None else factor_max
         if not 0 < factor_min <= factor_max:
@@ -138,9 +147,15 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
 
     def stats(self) -> dict[str, Any]:
         """As of every optimizer here; coefficients, {layer name: last coefficient}; and in the compressed stage the
-        norms of momentum and errors, and ratios, {layer name: ratio}."""
+        norms of momentum and errors, ratios, {layer name: ratio}, and by what part of itself growth_max shortened the
+        last update of a layer, {layer name: 0 for not at all}."""
         stats = super().stats()
-        return stats if self._exchange is None else {**stats, "ratios": self._by_layer("ratio")}
+        if self._exchange is None:
+            return stats
+        whole = self._layerwise["ratio"] * self._layerwise["coeff_avg"]
+        part = (1 - self._layerwise["coeff"] / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0)
+        shortened = dict(zip(self._names(), torch.where(whole > 0, part, 0.0).tolist(), strict=True))
+        return {**stats, "ratios": self._by_layer("ratio"), "shortened": shortened}
 
     def _check_shards(self) -> None:
         super()._check_shards()
@@ -165,6 +180,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         named = [("ratio", self._ratio_form), ("ratio rule", repr(self._ratio_rule))]
+        named.append(("growth_max", str(self._growth_max)))
         return [*super()._settings(), *named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
 
     def _structure(self) -> list[tuple[str, str]]:
@@ -192,6 +208,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             norms = [run.norms(self._flat["momentum"][run.slice]) for run in self._layout.runs]
             self._add_layerwise("switch_norm", 0.0).copy_(torch.cat(norms))
         self._add_layerwise("ratio", 1.0)
+        if self._ratio_form != "fixed":
+            self._add_layerwise("start_norm", 0.0)
         if self._scaled_error:
             self._add_layerwise("step_size", 0.0)
         return exchange
@@ -209,7 +227,10 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             quotient, norms = measured
             ratio = lamb.next_ratio(quotient, layers["ratio"], norms, self._ratio_rule)
             layers["ratio"].copy_(chosen(keep, ratio, layers["ratio"]))
-        coeff = layers["ratio"] * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
+        ratio = layers["ratio"]
+        if measured is not None and self._growth_max < math.inf:
+            ratio = lamb.bounded_ratio(ratio, norms.x, layers["start_norm"], self._growth_max)
+        coeff = ratio * layers["coeff_avg"]  # [A1:15-21 coefficient] (DEV-6)
         step_size = rates * (layers["coeff"] if self._scaled_error else coeff)
         if self._scaled_error:  # it must be known before compression: last step's coefficient (DEV-4)
             layers["step_size"].copy_(chosen(keep, step_size, layers["step_size"]))
@@ -224,8 +245,11 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
     def _raw_ratio(self, step: BucketStep, now: Momentum, layers: dict[str, Tensor]) -> tuple[Tensor, lamb.Norms]:
         """What the ratio of each layer of a bucket moves to, before clipping, and the norms that blend it."""
         bucket = step.codec.bucket
+        norms = step.codec.layer_norms(now.messages, now.mask)
+        if step.scale is not None:
+            norms = norms / step.scale
         if self._refreshes:
-            return self._backend.measure(
+            quotient, found = self._backend.measure(
                 step,
                 self._x[bucket.layer_slice],
                 now,
@@ -234,9 +258,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
                 self._flat["fresh_variance"][bucket.slice],
                 self._ratio_rule.form,
             )
-        norms = step.codec.layer_norms(now.messages, now.mask)
-        if step.scale is not None:
-            norms = norms / step.scale
+            return quotient, replace(found, x=norms)
         quotient = torch.where(norms > 0, layers["switch_norm"] / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
         return quotient, lamb.Norms(norms, norms, norms)
 
@@ -244,7 +266,18 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         average, weight = (self._layerwise[name][run.layer_slice] for name in ("coeff_avg", "coeff_weight"))
         v = self._flat["variance"][run.slice].to(self._dtype)
         lamb.late_coefficients(self._x[run.layer_slice], m, v, average, weight, run, hyper, self._coeff_rule)
-        return bool(((weight == 0) & (run.norms(m) > 0)).any())
+        again = bool(((weight == 0) & (run.norms(m) > 0)).any())
+        return again | (self._ratio_form != "fixed" and self._start_of_growth(run, m, v, hyper))
+
+    def _start_of_growth(self, run: Run, m: Tensor, v: Tensor, hyper: lamb.Hyper) -> bool:
+        """Note what the growth of layers' updates counts from; whether one had nothing yet."""
+        starts, x = self._layerwise["start_norm"][run.layer_slice], self._x[run.layer_slice]
+        u, _ = lamb.direction(x, m, v, run, hyper)
+        average = self._layerwise["coeff_avg"][run.layer_slice]
+        found = lamb.start_norms(run.norms(m), run.norms(x), run.norms(u), average)
+        new = (starts == 0) & (found > 0) & found.isfinite()
+        starts.copy_(torch.where(new, found.to(starts.dtype), starts))
+        return bool(new.any())
 
     def _premises(self) -> Any:
         rates = [float(group["lr"]) for group in self.param_groups] if self._scaled_error else []

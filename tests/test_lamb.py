@@ -121,6 +121,21 @@ def test_ratio_comes_from_the_rebuilt_gradient():
     assert rebuilt(ratio=3.0)[0] == pytest.approx(2.0)
 
 
+def test_growth_counts_from_the_first_momentum_or_from_lambs_own_length():
+    m, x, u, coeff = (torch.tensor(v, dtype=torch.float64) for v in ([2, 2, 2, 0, 2], [3, 8, 0, 5, 8], [4, 4, 4, 0, 0],
+                                                                     [1, 0.5, 1, 1, 1]))  # fmt: skip
+    starts = lamb.start_norms(m, x, u, coeff)
+    assert starts[:4].tolist() == [2, 2 * 8 / (0.5 * 4), 2, 0]
+    assert starts[4] > 1e100  # whatever it moves is less than LAMB's step
+
+
+def test_the_ratio_is_cut_where_an_update_would_grow_too_long():
+    ratio, starts = torch.tensor([2.0, 2.0, 0.5, 2.0, 2.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+    m = torch.tensor([1.0, 6.0, 60.0, 60.0, 0.0])
+    assert lamb.bounded_ratio(ratio, m, starts, 3.0).tolist() == pytest.approx([2.0, 0.5, 0.05, 2.0, 2.0])
+    assert torch.equal(lamb.bounded_ratio(ratio, m, starts, math.inf), ratio)
+
+
 def test_ratio_moves_by_at_most_the_threshold_and_stays_in_bounds():
     assert rebuilt(ratio=1.0, factor_threshold=0.1)[0] == pytest.approx(1.1)
     assert rebuilt(ratio=3.0, factor_threshold=0.1)[0] == pytest.approx(2.7)

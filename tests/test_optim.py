@@ -629,6 +629,64 @@ def test_the_ratio_is_bounded_by_two_or_as_released_where_the_codec_is():
         assert optimizer.stats()["ratios"] == pytest.approx({next(iter(optimizer.stats()["ratios"])): bound})
 
 
+def growing(steps: int = 40, **settings) -> tuple[list[float], onebit.OneBitLamb]:
+    """The length of each update of a layer whose gradients become 1.2 times as large with each step after the switch,
+    and beside it a layer whose gradients stay."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(32))]
+    optimizer = onebit.OneBitLamb(params, lr=1e-3, freeze_step=5, **settings)
+    lengths = []
+    for step in range(steps):
+        params[0].grad = torch.sign(torch.randn(64)) * 1.2 ** max(0, step - 8)
+        params[1].grad = torch.sign(torch.randn(32))
+        before = params[0].detach().clone()
+        optimizer.step()
+        lengths.append(float((params[0].detach() - before).norm()))
+    return lengths, optimizer
+
+
+@pytest.mark.parametrize("ratio", ["sqrt", "variance", "momentum"])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_updates_grow_no_longer_than_three_times_those_after_the_switch(ratio, decay):
+    """LAMB's are lr ||x|| = 0.008 long whatever the gradients (DEV-24)."""
+    bound, optimizer = growing(ratio=ratio, weight_decay=decay)
+    free, unbounded = growing(ratio=ratio, weight_decay=decay, growth_max=math.inf)
+    tight, _ = growing(ratio=ratio, weight_decay=decay, growth_max=1.0)
+    first = max(bound[5], 0.008)
+    assert bound[:8] == free[:8]
+    assert max(free) > 8 * first
+    assert max(bound) == pytest.approx(3 * first, rel=0.25)
+    assert max(tight[6:]) < 1.3 * first
+    shortened = list(optimizer.stats()["shortened"].values())
+    assert shortened[0] > 0.5
+    assert shortened[1] == 0
+    assert set(unbounded.stats()["shortened"].values()) == {0.0}
+
+
+def test_what_growth_counts_from_is_saved_and_an_older_state_counts_from_where_it_is_loaded():
+    _, optimizer = growing(20)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, other = growing(7)
+    other.load_state_dict(saved)
+    assert other.stats()["shortened"] == optimizer.stats()["shortened"]
+    starts = [float(state["start_norm"]) for state in optimizer.state.values()]
+    assert [float(state["start_norm"]) for state in other.state.values()] == starts
+    for state in saved["state"].values():
+        del state["start_norm"]
+    other.load_state_dict(saved)
+    assert [float(state["start_norm"]) for state in other.state.values()] == [0, 0]
+    for p in (p for group in other.param_groups for p in group["params"]):
+        p.grad = torch.ones(p.shape)
+    other.step()
+    assert float(other.state[other.param_groups[0]["params"][0]]["start_norm"]) > 2 * starts[0]
+
+
+def test_the_authors_codec_and_the_basic_form_have_no_bound_on_growth():
+    for settings in (onebit.PAPER, {"ratio": "fixed"}):
+        lengths, _ = growing(**settings)
+        assert max(lengths) > 8 * max(lengths[5], 0.008), settings
+
+
 def test_a_state_whose_ratios_were_allowed_more_says_that_they_fall(caplog):
     def trained(factor_max: float) -> onebit.OneBitLamb:
         weight = torch.nn.Parameter(torch.ones(64))
@@ -662,6 +720,8 @@ def test_a_state_whose_ratios_were_allowed_more_says_that_they_fall(caplog):
         ({"factor_min": 5.0}, "factor_max was left out: give it too"),
         ({"factor_min": 5.0, "factor_max": 4.5}, "factor_min, factor_max are 5.0, 4.5"),
         ({"factor_threshold": 0.0}, "factor_threshold"),
+        ({"growth_max": 0.9}, r"growth_max is 0\.9; it must be at least 1"),
+        ({"growth_max": math.nan}, "growth_max is nan"),
         ({"ratio": "sqr"}, "'sqrt', 'variance', 'momentum', 'fixed'"),
         ({"error_feedback": "off"}, "'unscaled', 'scaled', 'none'"),
         ({"dead_elements": "skip"}, "'hold', 'exchange'"),

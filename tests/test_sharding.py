@@ -45,6 +45,8 @@ def optimizer_of(name: str, model: nn.Module, **more: Any) -> Any:
     common: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.01}
     if name != "Lamb":
         common |= {"freeze_step": WARMUP, "codec": BLOCKS}
+    if name == "OneBitLamb":
+        common["growth_max"] = 1.0  # so that it acts
     return getattr(onebit, name)(model.named_parameters(), **{**common, **more})
 
 
@@ -120,6 +122,10 @@ def test_losses_are_those_of_whole_workers_and_bytes_fall(name, kind):
         if name != "Lamb":
             assert found["sent"][WARMUP + 1] < found["sent"][1] / 3  # a scale for each 8 elements
             assert found["stats"]["stage"] == "compressed"
+        if name == "OneBitLamb":
+            theirs = expected[0]["stats"]["shortened"]
+            assert found["stats"]["shortened"] == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+            assert max(theirs.values()) > 0.01
 
 
 def test_layers_that_do_not_divide_evenly():
