@@ -6,6 +6,7 @@ DeepSpeed itself is not needed. docs/deepspeed.md says how a run moves over, and
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ def settings_from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         Those that are given; and always what has another default here: `freeze_step`, one less than DeepSpeed's (by
-        default 100000), which counts its dry first step, and for OnebitLamb `factor_max`, by default 4.0.
+        default 100000), which counts its dry first step, and for OnebitLamb `factor_max`, by default 4.0, and
+        `growth_max`, inf.
 
     Raises:
         ConfigError: it asks for another optimizer, has a setting that neither knows, or freeze_step is no whole number.
@@ -67,6 +69,7 @@ def settings_from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"freeze_step is {step!r} in the configuration; it must be a whole number of steps")
     if kind == "OnebitLamb":
         settings.setdefault("factor_max", PAPER_FACTOR_MAX)
+        settings["growth_max"] = math.inf  # it has no such bound (DEV-24)
     return {**settings, "freeze_step": max(1, step - 1)}
 
 

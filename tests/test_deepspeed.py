@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import math
 import re
 from pathlib import Path
 
@@ -456,11 +457,14 @@ def test_a_configuration_becomes_our_arguments(caplog):
     with caplog.at_level(logging.INFO, "onebit"):
         found = settings_from_deepspeed(config)
     expected = {"lr": 0.1, "betas": (0.8, 0.9), "freeze_step": 22999, "factor_max": 5.0, "coeff_beta": 0.7}
+    expected["growth_max"] = math.inf
     assert found == expected == settings_from_deepspeed(config["optimizer"])
     assert "not taken over: cuda_aware, comm_backend_name, bias_correction" in caplog.text
     onebit.OneBitLamb([nn.Parameter(torch.ones(1))], **found)
     assert settings_from_deepspeed({"type": "onebitadam"}) == {"freeze_step": 99999}
-    assert settings_from_deepspeed({"type": "onebitlamb"}) == {"freeze_step": 99999, "factor_max": 4.0}
+    assert settings_from_deepspeed({"type": "onebitlamb"}) == {
+        "freeze_step": 99999, "factor_max": 4.0, "growth_max": math.inf,
+    }  # fmt: skip
     assert settings_from_deepspeed({"type": "OneBitAdam", "params": {"freeze_step": 1}}) == {"freeze_step": 1}
 
 
