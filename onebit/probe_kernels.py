@@ -263,12 +263,15 @@ def _whole_step(name: str, shapes: Shapes, comm: Comm, device: torch.device) -> 
 @contextmanager
 def _unheard() -> Iterator[None]:
     """Without the library's log, which would rightly say that all workers hold the same gradients."""
-    before = log.level
-    log.setLevel(logging.ERROR)
+
+    def errors_only(record: logging.LogRecord) -> bool:  # of each call its own, since workers may be threads
+        return record.levelno >= logging.ERROR
+
+    log.addFilter(errors_only)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.removeFilter(errors_only)
 
 
 class _Phases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import subprocess
@@ -202,7 +203,10 @@ def _kernels_of_two_levels(comm: Comm) -> dict[str, Any]:
 
 
 def test_workers_that_average_inside_take_the_same_number_of_turns():
+    level = logging.getLogger("onebit").level
     first, second = run_workers(2, _kernels_of_two_levels)
+    assert logging.getLogger("onebit").level == level  # threads that hush the log at once leave it as it was
+    assert not logging.getLogger("onebit").filters
     assert first["rounds"] == second["rounds"]
     for found in (first, second):
         assert found["mean_gbit_s"].low > 0
@@ -295,7 +299,8 @@ def test_kernels_are_timed_phase_by_phase():
     assert found["elements"] == 50_001
     assert found["rounds"] >= 3
     for value in (*found["ns_per_element"].values(), *(found[name] for name in FACTORS), found["copy_gbyte_s"]):
-        assert 0 < value.low <= value.likely <= value.high
+        assert 0 <= value.low <= value.likely <= value.high  # of integers 0 where one took no longer than fp32
+        assert value.likely > 0
     for bits in (8, 4):
         assert found["ns_per_element"][f"int{bits}_step"].likely > found["ns_per_element"]["warmup_step"].likely
 
