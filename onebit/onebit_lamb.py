@@ -245,9 +245,6 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
     def _raw_ratio(self, step: BucketStep, now: Momentum, layers: dict[str, Tensor]) -> tuple[Tensor, lamb.Norms]:
         """What the ratio of each layer of a bucket moves to, before clipping, and the norms that blend it."""
         bucket = step.codec.bucket
-        norms = step.codec.layer_norms(now.messages, now.mask)
-        if step.scale is not None:
-            norms = norms / step.scale
         if self._refreshes:
             quotient, found = self._backend.measure(
                 step,
@@ -258,7 +255,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
                 self._flat["fresh_variance"][bucket.slice],
                 self._ratio_rule.form,
             )
-            return quotient, replace(found, x=norms)
+            bounded = self._growth_max < math.inf
+            return quotient, replace(found, x=_momentum_norms(step, now)) if bounded else found
+        norms = _momentum_norms(step, now)
         quotient = torch.where(norms > 0, layers["switch_norm"] / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
         return quotient, lamb.Norms(norms, norms, norms)
 
@@ -291,3 +290,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         now = (rates * self._layerwise["coeff"]).to(self._dtype)
         both = (before > 0) & (now > 0)
         return torch.where(both, before / torch.where(both, now, 1.0), 1.0)
+
+
+def _momentum_norms(step: BucketStep, now: Momentum) -> Tensor:
+    """The 2-norm of each layer's momentum, float64 [layers of the bucket]."""
+    norms = step.codec.layer_norms(now.messages, now.mask)
+    return norms if step.scale is None else norms / step.scale

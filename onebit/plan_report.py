@@ -39,7 +39,8 @@ def recipe_text(done: Plan) -> str:
     }  # fmt: skip
     if METHODS[name].compresses and setup.network.two_level and setup.network.workers_per_machine > 1:
         train["two_levels"] = True
-    if METHODS[name].compresses and work.overlap_exchange and name != "zero-one-adam":
+    begins_early = any(kind.messages_bytes and kind.early for _, kind in METHODS[name].steps(setup))
+    if begins_early and work.overlap_exchange:
         optimizer["options"] = {"overlap": True}
     check_optimizer(parse({"optimizer": optimizer, "train": train}, {}))
     lines = [

@@ -130,10 +130,9 @@ def kernel_speed(
         kernels, elements, rounds; copy_gbyte_s, and the factors, as `Range`s in the terms of `planner_inputs.Work`,
         that of PowerSGD None where its hook cannot be run (`low_rank_step`); mean_gbit_s, of the mean inside a machine
         in a step of 1-bit LAMB, as `planner_inputs.Network` has it, None for one level; ns_per_element, the same for
-        each phase
-        of a compressed step of 1-bit LAMB: encode (the worker's messages), serve, commit (both errors), measure (the
-        refreshed variance and norms), apply; and for whole steps: warmup_step (fp32), int8_step and int4_step of the
-        warm-up, local_step, between two exchanges of the variance, low_rank_step.
+        each phase of a compressed step of 1-bit LAMB: encode (the worker's messages), serve, commit (both errors),
+        measure (the refreshed variance and norms), apply; and for whole steps: warmup_step (fp32), int8_step and
+        int4_step of the warm-up, local_step, between two exchanges of the variance, low_rank_step.
     """
     if sum(math.prod(shape) for shape in shapes) > MOST_ELEMENTS:
         shapes = transformer_shapes(MOST_ELEMENTS)
