@@ -11,6 +11,7 @@ from onebit.errors import ConfigError
 from onebit.planner import StepTime, step_time
 from onebit.planner_inputs import FACTORS, Model, Network, Number, Run, Setup, Work, likely_setup, transformer_shapes
 from onebit.planner_methods import METHODS, StepKind
+from onebit.planner_overlap import measured_extra_s
 from onebit.probe_file import Probed, number_in, part_of, whole_in
 from onebit.recipe import ONE_STAGE
 from onebit.report import SUMMARY, Summary, fraction_text, human_bytes, read_summary
@@ -337,6 +338,8 @@ def _setup(summary: Summary, compute_s: float | None, assumed: Assumed) -> Setup
     network |= {name: known[name] for name in [*of_network, "mean_gbit_s"] if name in known}
     work: dict[str, Any] = {"overlap_exchange": summary.recipe["optimizer"].get("options", {}).get("overlap", False)}
     work |= {name: known[name] for name in of_work if name in known}
+    if probed is not None and work["overlap_exchange"]:
+        work["overlap_extra_s"] = measured_extra_s(probed, Work.overlap) or 0.0
     micro_step = known["micro_step_s"] if compute_s is None else compute_s / train["accumulation"]
     same = probed is not None and probed.parameters == summary.parameters
     return Setup(

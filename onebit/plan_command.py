@@ -18,6 +18,7 @@ from onebit.plan_figures import draw_map, draw_plan
 from onebit.plan_report import as_mapping, recipe_text, say, show
 from onebit.planner import plan
 from onebit.planner_inputs import Model, Network, Number, Range, Run, Setup, Shapes, Work, likely, transformer_shapes
+from onebit.planner_overlap import measured_extra_s
 from onebit.probe import made_by
 from onebit.probe_file import SAME_MODEL, Probed, read_probe
 from onebit.together import stdout_kept_clean
@@ -79,6 +80,10 @@ def plan_command(
     overlap_exchange: Annotated[
         bool, typer.Option("--overlap-exchange", help="Exchanges begin during backward: overlap=True of optimizers.")
     ] = False,
+    overlap_extra_ms: Annotated[
+        str | None,
+        typer.Option(help="What such a step takes beyond that, or below 0 less, as `onebit probe --overlap` says; 0."),
+    ] = None,
     memory_gbyte_s: Annotated[str | None, typer.Option(help="What the device reads and writes; 500.")] = None,
     kernel_factor: Annotated[
         str | None,
@@ -149,6 +154,7 @@ def plan_command(
         straggling=probed_or("straggling", straggling, 0.0),
         overlap=amount(overlap, "--overlap"),
         overlap_exchange=overlap_exchange,
+        overlap_extra_s=_extra_s(overlap_extra_ms, overlap_exchange, amount(overlap, "--overlap"), probed),
         memory_gbyte_s=probed_or("memory_gbyte_s", memory_gbyte_s, 500.0),
         kernel_factor=probed_or("kernel_factor", kernel_factor, Work.kernel_factor),
         plain_factor=probed_or("plain_factor", plain_factor, Work.plain_factor),
@@ -222,6 +228,22 @@ def _levels(asked: bool | None, probed: Probed | None, per_machine: int) -> bool
             file=sys.stderr,
         )
     return found
+
+
+def _extra_s(text: str | None, overlaps: bool, share: Number, probed: Probed | None) -> Number:
+    """As given, or else as probed; on stderr where a plan with overlap lacks it."""
+    if text is not None:
+        return _scaled(amount(text, "--overlap-extra-ms"), 1e-3)
+    if not overlaps or probed is None:
+        return 0.0
+    found = measured_extra_s(probed, share)
+    if found is None:
+        print(
+            "the plan has overlap and the probe timed no step with it, so that cores count as free for what runs "
+            "beside backward; `onebit probe --overlap` times one",
+            file=sys.stderr,
+        )
+    return found or 0.0
 
 
 def _compute_s(

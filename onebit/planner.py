@@ -30,7 +30,8 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class StepTime:
-    """The parts of a step in seconds. `hidden_s` is what runs beside other parts: the step takes the rest."""
+    """The parts of a step in seconds. `hidden_s` is what runs beside other parts: the step takes the rest. It may be
+    below 0 where a probe found that parts take longer beside each other than one after the other."""
 
     compute_s: float = 0.0
     straggling_s: float = 0.0
@@ -176,6 +177,8 @@ def step_time(setup: Setup, kind: StepKind) -> StepTime:
     wire, buckets = local + to_all + gathered, len(kind.messages_bytes)
     if work.overlap_exchange and kind.early and kind.computes:
         hidden += _hidden_in_backward(work, wire, buckets)
+        if buckets:  # never so much that nothing is left of what hides it
+            hidden = min(hidden - _value(work.overlap_extra_s), wire + encode + server + update)
     else:
         hidden += _hidden_in_pipeline(work, encode + server, wire, buckets)
     return StepTime(compute, waits, encode, local, to_all, server, gathered, reduced, update, hidden)

@@ -146,6 +146,8 @@ class Work:
         straggling: by which share the slowest worker's step is longer than the mean one.
         overlap: which share of the communication that could run beside other work does, in [0, 1].
         overlap_exchange: whether the exchange of a bucket begins during backward, as with an optimizer's overlap=True.
+        overlap_extra_s: what a step with such an exchange takes beyond what the model gives for it, as measured; below
+            0 where it takes less. Where cores are busy with backward, what runs beside it slows it down.
         memory_gbyte_s: what the device reads and writes, 1e9 byte/s.
         kernel_factor: of the kernels that compress to 1 bit, and of the updates that go with them: how many times as
             long as the memory traffic that they cannot avoid.
@@ -169,6 +171,7 @@ class Work:
     straggling: Number = 0.0
     overlap: Number = 1.0
     overlap_exchange: bool = False
+    overlap_extra_s: Number = 0.0
     memory_gbyte_s: Number = 500.0
     kernel_factor: Number = 1.4
     plain_factor: Number = 0.8
@@ -186,6 +189,7 @@ class Work:
         for name in ("backward_share", "overlap"):
             _number(name, getattr(self, name), 0.0, most=1.0)
         _number("memory_gbyte_s", self.memory_gbyte_s, 0.0, above=True)
+        _number("overlap_extra_s", self.overlap_extra_s, -math.inf)
 
 
 @dataclass(frozen=True)

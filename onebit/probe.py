@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,14 @@ from onebit.probe_network import (
     of_this_machine,
     time_network,
 )
+from onebit.probe_overlap import time_overlapped
 from onebit.recipe import load, parse, resolve
 from onebit.text import IGNORED
+from onebit.two_level import two_level as of_two_levels
 
 DEFAULT_S = 25.0  # with starting and stopping, half a minute
 SHARES = {"step": 0.25, "network": 0.33, "kernels": 0.17}  # of the time; the rest is for starting
+OVERLAP_SHARE = 0.15  # of the time, beyond it
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,12 @@ class Subject:
     micro_batch: int
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(p.shape) for p in self.model.parameters() if p.requires_grad)
+        return tuple(tuple(p.shape) for p in self.trained)
 
 
 def subject_of(text: str | None, micro_batch: int | None, device: torch.device) -> Subject:
@@ -185,6 +193,7 @@ def probe(
     device: torch.device,
     seconds: float = DEFAULT_S,
     two_level: bool = False,
+    overlap: bool = False,
 ) -> dict[str, Any]:
     """Measure everything. A collective; the result is the same on all workers but for the kernels' speed.
 
@@ -194,12 +203,14 @@ def probe(
         seconds: in all, 5 or more; a step or a message that takes long may go beyond it, as everything is timed three
             times at least.
         two_level: time the kernels of two levels, and the mean inside a machine.
+        overlap: time a step with overlap too, of two levels where `two_level` says so; it takes some seconds more.
 
     Returns:
         What `onebit probe --json` writes; docs/doctor.md has its keys.
 
     Raises:
-        ConfigError: a model that cannot be used, uneven machines, or two levels with one worker on each.
+        ConfigError: a model that cannot be used, uneven machines, two levels with one worker on each, or overlap with
+            one worker.
         MismatchError: workers have different models.
     """
     began = time.perf_counter()
@@ -212,6 +223,8 @@ def probe(
             "--two-level is given, and there is one worker on each machine, so there is one level; leave it out, or "
             "start several workers on each"
         )
+    if overlap and comm.size == 1:
+        raise ConfigError("--overlap is given, and one worker exchanges nothing; leave it out, or start several")
     subject = all_or_none(comm, lambda: subject_of(text, micro_batch, device))
     shapes = subject.shapes
     check_same(comm, "models to probe", [(f"layer {i}", str(shape)) for i, shape in enumerate(shapes)])
@@ -226,6 +239,11 @@ def probe(
         network = time_network(cases_of(shapes, comm.size), comm, per_machine, device, max(1.0, budget))
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
     kernels = kernel_speed(shapes, comm.size, device, SHARES["kernels"] * seconds, inside if two_level else None)
+    overlapped = None
+    if overlap:
+        among = of_two_levels(per_machine, comm=comm) if two_level else comm
+        gradients = partial(_one_step, subject, device)
+        overlapped = time_overlapped(subject.trained, gradients, among, device, OVERLAP_SHARE * seconds)
     result = {
         "format": FORMAT,
         "versions": versions(),
@@ -238,6 +256,7 @@ def probe(
         "network": network,
         "local": local,
         "kernels": kernels,
+        "overlap": overlapped,
         "seconds": round(time.perf_counter() - began, 2),
     }
     return {key: _plain(part) for key, part in result.items()}

@@ -39,6 +39,9 @@ def probe_command(
     two_level: Annotated[
         bool, typer.Option("--two-level", help="Time kernels that compress between machines only, and the mean inside.")
     ] = False,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Time a step with overlap too, for `onebit plan --overlap-exchange`.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write it into this file, for `onebit plan --probe`; -: print JSON.")
     ] = None,
@@ -51,11 +54,11 @@ def probe_command(
     if micro_batch is not None and micro_batch < 1:
         raise ConfigError(f"--micro-batch is {micro_batch}; it must be at least 1; correct the flag")
     arguments = [*([model] if model else []), "--seconds", str(seconds), "--timeout-s", str(timeout_s)]
-    arguments += ["--two-level"] if two_level else []
+    arguments += [flag for flag, given in (("--two-level", two_level), ("--overlap", overlap)) if given]
     arguments += [] if micro_batch is None else ["--micro-batch", str(micro_batch)]
 
     def work(comm: Comm, device: torch.device, why: str) -> dict[str, Any]:
-        return probe(model, micro_batch, comm, device, seconds, two_level)
+        return probe(model, micro_batch, comm, device, seconds, two_level, overlap)
 
     def report(result: dict[str, Any]) -> int:
         _report(result, json_file)
@@ -113,6 +116,9 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row("copy of memory", _quartiles(kernels["copy_gbyte_s"], 1, "GB/s"), f"{kernels['elements']:,} floats")
     if kernels["mean_gbit_s"] is not None:
         table.add_row("mean inside a machine", _quartiles(kernels["mean_gbit_s"], 1, "Gbit/s"), "of two levels")
+    if result["overlap"] is not None:
+        value = _quartiles(result["overlap"]["step_s"], 1e3, "ms")
+        table.add_row("step with overlap", value, f"{result['overlap']['repetitions']} steps of 1-bit LAMB")
     Console().print(table)
     say(f"kernels: {kernels['kernels']}")
     if network is None:

@@ -12,7 +12,7 @@ from typing import Any
 from onebit.errors import ConfigError
 from onebit.planner_inputs import Number, Range, Shapes
 
-FORMAT = "onebit probe 4"
+FORMAT = "onebit probe 5"
 SAME_MODEL = 0.01  # of the parameters: how far a model may be from that of a probe whose step is to stand for it
 MOST_GBIT_S = 1e5  # a link faster than that is a fit of noise
 
@@ -24,7 +24,8 @@ class Probed:
     link_gbit_s, latency_us and message_us are of the network between machines, or, where `inside` says that all
     workers shared one machine, of what joins them there; local_gbit_s and local_latency_us are of that where there were
     several machines with several workers each. `two_level`: kernels were timed with two levels, and mean_gbit_s is of
-    the mean inside a machine. Other names are those of `planner_inputs`.
+    the mean inside a machine. overlapped_step_s: a whole step of 1-bit LAMB with overlap, of that number of levels.
+    Other names are those of `planner_inputs`.
     """
 
     workers: int
@@ -51,6 +52,7 @@ class Probed:
     low_rank_factor: float | None
     two_level: bool
     mean_gbit_s: float | None
+    overlapped_step_s: float | None
     device: str
     threads: int
 
@@ -136,6 +138,7 @@ def _probed(found: dict[str, Any]) -> Probed:
         raise ConfigError(f"network.inside is {inside!r}; it must be true or false")
     share = part_of(found, "step", "backward_share")
     low_rank, mean = part_of(found, "kernels", "low_rank_factor"), part_of(found, "kernels", "mean_gbit_s")
+    unhidden = part_of(found, "overlap") is None
     device = part_of(found, "device")
     if not isinstance(device, str):
         raise ConfigError(f"device is {device!r}; it must be text")
@@ -164,6 +167,7 @@ def _probed(found: dict[str, Any]) -> Probed:
         low_rank_factor=None if low_rank is None else _range(found, "kernels", "low_rank_factor").likely,
         two_level=mean is not None,
         mean_gbit_s=None if mean is None else _range(found, "kernels", "mean_gbit_s").likely,
+        overlapped_step_s=None if unhidden else _range(found, "overlap", "step_s").likely,
         device=device,
         threads=whole_in(found, "threads"),
     )

@@ -374,7 +374,7 @@ PROBED = Probed(
     straggling=0.25, link_gbit_s=3.0, latency_us=40.0, message_us=9.0, exchange_efficiency=0.5, local_gbit_s=None,
     local_latency_us=None, residual=0.01, memory_gbyte_s=10.0, kernel_factor=2.0, plain_factor=1.0,
     int8_factor=4.0, int4_factor=5.0, local_factor=2.0, low_rank_factor=5.0, two_level=False,
-    mean_gbit_s=None, device="cpu", threads=1,
+    mean_gbit_s=None, overlapped_step_s=None, device="cpu", threads=1,
 )  # fmt: skip
 
 

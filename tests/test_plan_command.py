@@ -79,6 +79,8 @@ def test_a_range_given_is_a_range_in_the_answer():
         (("--two-level",), "network", "two_level", True),
         (("--two-level", "--mean-gbit-s", 0.1), "network", "mean_gbit_s", 0.1),
         (("--overlap-exchange",), "work", "overlap_exchange", True),
+        (("--overlap-exchange", "--overlap-extra-ms", 50), "work", "overlap_extra_s", 0.05),
+        (("--overlap-exchange", "--overlap-extra-ms", -0.5), "work", "overlap_extra_s", -0.0005),
         (("--precision", "bf16"), "model", "parameter_bytes", 2),
         (("--micro-batch", 16), "work", "micro_batch", 16),
         (("--accumulation", 4), "work", "accumulation", 4),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.run import parse_args
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -31,6 +33,7 @@ from onebit.plan_command import model_shapes
 from onebit.planner import METHODS, all_reduce_s, exchange_s, step_time
 from onebit.planner_inputs import FACTORS, Model, Network, Range, Run, Setup, Work, transformer_shapes
 from onebit.planner_methods import LAMB_UPDATE
+from onebit.planner_overlap import measured_extra_s
 from onebit.probe import probe, subject_of
 from onebit.probe_command import probe_command
 from onebit.probe_file import read_probe
@@ -46,9 +49,11 @@ from onebit.probe_kernels import (
     quartiles,
 )
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
+from onebit.probe_overlap import time_overlapped
 from onebit.probe_powersgd import low_rank_step
 from onebit.virtual import run_workers
 from tests.processes import run_processes
+from tests.test_doctor import PROBED
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -196,6 +201,92 @@ def test_two_levels_are_timed_with_a_real_mean_inside_the_machine(tmp_path):
 def test_two_levels_need_several_workers_on_a_machine():
     with pytest.raises(ConfigError, match="--two-level is given, and there is one worker on each machine"):
         probe(None, 1, Solo(), CPU, 6, two_level=True)
+
+
+def _overlap(comm: Comm) -> dict[str, Any]:
+    found = [probe(None, 1, comm, CPU, 6, two_level=levels, overlap=True) for levels in (False, True)]
+    return {"flat": found[0], "levels": found[1]}
+
+
+def test_a_step_with_overlap_is_timed_and_a_plan_of_the_same_place_has_its_length(tmp_path):
+    for name, found in run_processes(2, _overlap, timeout_s=180)[0].items():
+        assert found["overlap"]["overlapped"]
+        assert found["overlap"]["repetitions"] >= 3
+        found["network"]["fits"]["all_reduce"]["median"]["bytes_per_s"] = 1e9  # on a busy machine it may not be bound
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(found))
+        done = call("plan", "--probe", file, "--overlap-exchange", "--json")
+        step_s = json.loads(done.stdout)["methods"]["onebit-lamb"]["kinds"][1]["step_s"]
+        compute_s = found["step"]["forward_backward_s"]["likely"] * (1 + found["step"]["straggling"])
+        assert step_s == pytest.approx(max(found["overlap"]["step_s"]["likely"], compute_s), rel=1e-6)
+        assert "overlap" not in done.stderr
+        assert json.loads(call("plan", "--probe", file, "--json").stdout)["setup"]["work"]["overlap_extra_s"] == 0
+
+
+def test_overlap_needs_several_workers_and_a_plan_says_where_it_was_not_timed(measured, tmp_path):
+    with pytest.raises(ConfigError, match="--overlap is given, and one worker exchanges nothing"):
+        probe(None, 1, Solo(), CPU, 6, overlap=True)
+    file = changed(measured, tmp_path, "overlap", value=None)
+    stderr = call("plan", "--probe", file, "--overlap-exchange", "--json").stderr
+    assert "the probe timed no step with it, so that cores count as free" in stderr
+
+
+PLACES_OF_WORKERS = st.sampled_from([(2, 2), (4, 2), (4, 4), (8, 2), (4, 1)])
+
+
+@given(
+    PLACES_OF_WORKERS,
+    st.booleans(),
+    st.floats(0.02, 2),
+    st.floats(0, 1),
+    st.one_of(st.none(), st.floats(0.01, 100)),
+    st.sampled_from([((300, 200), (200,)), ((3000, 200),) * 4]),
+)
+def test_the_extra_of_overlap_is_what_makes_the_model_give_the_timed_step(place, levels, step_s, share, rate, shapes):
+    workers, machines = place
+    probed = replace(
+        PROBED, workers=workers, machines=machines, inside=machines == 1, two_level=levels and machines < workers,
+        mean_gbit_s=0.5 if levels and machines < workers else None, link_gbit_s=rate, shapes=shapes,
+        overlapped_step_s=step_s,
+    )  # fmt: skip
+    extra = measured_extra_s(probed, share)
+    assert extra is not None
+    net = Network(
+        workers, workers // machines, 1e5, latency_us=probed.latency_us, message_us=probed.message_us,
+        exchange_efficiency=probed.exchange_efficiency, two_level=probed.two_level, mean_gbit_s=probed.mean_gbit_s,
+    )  # fmt: skip
+    if rate is not None:
+        net = replace(net, **{"local_gbit_s" if machines == 1 else "link_gbit_s": rate})
+    if machines == 1:
+        net = replace(net, latency_us=50.0, local_latency_us=probed.latency_us)
+    factors = {name: getattr(probed, name) for name in FACTORS}
+    work = Work(
+        probed.micro_step_s, backward_share=probed.backward_share, straggling=probed.straggling, overlap=share,
+        overlap_exchange=True, overlap_extra_s=extra, memory_gbyte_s=probed.memory_gbyte_s, **factors,
+    )  # fmt: skip
+    setup = Setup(Model(shapes), net, work, Run(2))
+    step = step_time(setup, METHODS["onebit-lamb"].steps(setup)[1][1])
+    assert step.total_s == pytest.approx(max(step_s, step.compute_s + step.straggling_s))
+
+
+def _changed_after_backward(comm: Comm) -> tuple[bool, int]:
+    p = nn.Parameter(torch.ones(300))
+
+    def gradients() -> None:
+        (p * (comm.rank + 1)).sum().backward()
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    found = time_overlapped([p], gradients, comm, CPU, 0.1)
+    return found["overlapped"], found["repetitions"]
+
+
+def test_overlap_that_never_begins_early_is_said(caplog):
+    with caplog.at_level(logging.WARNING, "onebit"):
+        found = run_workers(2, _changed_after_backward)
+    assert [early for early, _ in found] == [False, False]
+    assert found[0][1] == found[1][1] >= 3
+    assert "no exchange began during backward" in caplog.text
 
 
 def _kernels_of_two_levels(comm: Comm) -> dict[str, Any]:
@@ -494,8 +585,9 @@ def call(*arguments: object, status: int = 0) -> Any:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A probe of two workers that the command started."""
     file = tmp_path_factory.mktemp("probe") / "probe.json"
-    output = call("probe", "--workers", 2, "--seconds", 6, "--json", file).stdout
+    output = call("probe", "--workers", 2, "--seconds", 6, "--overlap", "--json", file).stdout
     assert "all_to_all" in output
+    assert "step with overlap" in output
     assert f"probe: {file}" in output
     found = json.loads(file.read_text())
     fit = found["network"]["fits"]["all_reduce"]["median"]
@@ -602,8 +694,8 @@ def test_efficiency_is_that_of_each_quartile(measured, tmp_path):
     ("damage", "why"),
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
-        (lambda text: "[]", "is 'list', not 'onebit probe 4'"),
-        (lambda text: text.replace("onebit probe 4", "onebit probe 3"), "is 'onebit probe 3', not 'onebit probe 4'"),
+        (lambda text: "[]", "is 'list', not 'onebit probe 5'"),
+        (lambda text: text.replace("onebit probe 5", "onebit probe 4"), "is 'onebit probe 4', not 'onebit probe 5'"),
         (lambda text: text.replace('"local_factor"', '"global_factor"'), r"it has no kernels\.local_factor"),
         (lambda text: text.replace('"step"', '"stop"'), "is damaged: it has no step"),
         (lambda text: text.replace('"likely"', '"unlikely"'), r"it has no step\.forward_backward_s\.likely"),
@@ -645,6 +737,8 @@ def test_a_damaged_probe_is_one_clear_error(measured, tmp_path, damage, why):
         (("kernels", "local_factor", "likely"), 0),
         (("kernels", "low_rank_factor"), 5.0),
         (("kernels", "low_rank_factor", "low"), -1.0),
+        (("overlap", "step_s"), 0.1),
+        (("overlap", "step_s", "low"), 0.0),
         (("model", "shapes"), [[-1, 3]]),
         (("model", "shapes"), [[1.5]]),
         (("model", "shapes"), []),

@@ -1,0 +1,73 @@
+"""A whole training step whose exchange begins during backward: what it costs depends on cores that are free for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import onebit
+from onebit.clock import synchronized
+from onebit.comm import Comm, agreed
+from onebit.probe_kernels import DECAY, around_the_mean
+
+log = logging.getLogger("onebit")
+
+FIRST_STEPS = 5  # the warm-up, the switch, the last with its momentum as numbers; overlap begins at the third
+LEAST, MOST = 3, 30
+LR = 1e-7  # above 0, so that a step does all that it has to; so small that weights stay what they are
+
+
+def time_overlapped(
+    params: Iterable[nn.Parameter],
+    gradients: Callable[[], object],
+    comm: Comm,
+    device: torch.device,
+    budget_s: float,
+) -> dict[str, Any]:
+    """Time steps of 1-bit LAMB with overlap=True after its switch, on all workers at once. A collective.
+
+    Args:
+        params: of the model, those that are trained.
+        gradients: runs forward and backward of a micro-batch.
+        comm: the workers, of two levels where the exchange is to have them.
+        budget_s: seconds; three steps are timed at least.
+
+    Returns:
+        step_s, a `Range`: the mean step, and quartiles of the means over workers around it; repetitions; overlapped,
+        whether all timed steps began an exchange during backward on this worker.
+    """
+    optimizer = onebit.OneBitLamb(
+        params, lr=LR, freeze_step=1, weight_decay=DECAY, comm=comm, overlap=True
+    )  # fmt: skip
+
+    def step() -> float:
+        began = synchronized(device)
+        gradients()
+        optimizer.step()
+        return synchronized(device) - began
+
+    for _ in range(FIRST_STEPS):
+        step()
+    early, until = optimizer.stats()["overlapped"], time.perf_counter() + budget_s
+    times: list[float] = []
+    while agreed(comm, len(times) < LEAST or (time.perf_counter() < until and len(times) < MOST)):
+        times.append(step())
+    everyone = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(times).encode())]
+    overlapped = optimizer.stats()["overlapped"] - early >= len(times)
+    if not overlapped:
+        log.warning(
+            "overlap was timed, but on worker %d no exchange began during backward: does the function that gives "
+            "gradients change them after backward, or call backward a varying number of times?",
+            comm.rank,
+        )
+    return {
+        "step_s": around_the_mean([sum(row) / len(row) for row in zip(*everyone, strict=True)]),
+        "repetitions": len(times),
+        "overlapped": overlapped,
+    }
