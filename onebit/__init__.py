@@ -16,7 +16,7 @@ from onebit.local_lamb import LocalVarianceLamb
 from onebit.local_variance import Schedule
 from onebit.onebit_adam import OneBitAdam
 from onebit.onebit_lamb import OneBitLamb
-from onebit.presets import PAPER
+from onebit.presets import PAPER, TENFOLD
 from onebit.two_level import two_level
 from onebit.version import __version__ as __version__
 from onebit.virtual import run_workers
@@ -24,6 +24,7 @@ from onebit.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "PAPER",
+    "TENFOLD",
     "AutoFreeze",
     "Checked",
     "CommError",

@@ -57,6 +57,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         growth_max: how many times as long as after the switch, or as LAMB's where that is longer, a layer's update may
             become at the same lr, >= 1 (DEV-24); inf: no bound, as released. None: 3.0; with the authors' codec, inf.
             It has no effect with ratio="fixed", the basic form.
+        lr_gain: factor on every learning rate, > 0, in both stages. After the switch updates are longer than LAMB's, so
+            that the best rate may be lower than LAMB's: `onebit.TENFOLD` takes 0.7 of it.
         codec: how momentum is sent, `onebit.OneBit(...)`.
         ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), "momentum" (its norm at the
             switch over its norm now, DEV-18: no fresh variance, so 4 bytes per parameter less), or "fixed" (stays 1:
@@ -100,6 +102,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         factor_max: float | None = None,
         factor_threshold: float = 0.1,
         growth_max: float | None = None,
+        lr_gain: float = 1.0,
         process_group: ProcessGroup | None = None,
         comm: Comm | None = None,
         codec: OneBit | None = None,
@@ -120,6 +123,9 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             raise ConfigError(f"factor_threshold is {factor_threshold}; it must be above 0 (inf: no soft bound)")
         if growth_max is not None and not growth_max >= 1:
             raise ConfigError(f"growth_max is {growth_max}; it must be at least 1 (inf: no bound)")
+        if not 0 < lr_gain < math.inf:
+            raise ConfigError(f"lr_gain is {lr_gain}; it must be above 0 and finite")
+        self._lr_gain = float(lr_gain)
         check_in("coeff_bias_correction", coeff_bias_correction, (None, True, False))
         codec = OneBit() if codec is None else codec
         shared = check_kind("codec", codec, OneBit).scale == "bucket"
@@ -180,7 +186,7 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
 
     def _settings(self) -> list[tuple[str, str]]:
         named = [("ratio", self._ratio_form), ("ratio rule", repr(self._ratio_rule))]
-        named.append(("growth_max", str(self._growth_max)))
+        named += [("growth_max", str(self._growth_max)), ("lr_gain", str(self._lr_gain))]
         return [*super()._settings(), *named, ("coeff_bias_correction", str(self._coeff_bias_correction))]
 
     def _structure(self) -> list[tuple[str, str]]:
@@ -190,6 +196,10 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
             *named,
             ("ratio's state", "fresh variance" if self._refreshes else self._ratio_form),
         ]
+
+    def _hyper(self, group: dict[str, Any]) -> lamb.Hyper:
+        hyper = super()._hyper(group)
+        return replace(hyper, lr=hyper.lr * self._lr_gain)
 
     def _end_warmup(self) -> None:
         if self._coeff_bias_correction:

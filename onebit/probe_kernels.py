@@ -148,7 +148,7 @@ def kernel_speed(
     for make in makers:
         step = None
         gc.collect()  # so that the state of one at a time is held
-        with _unheard():
+        with unheard():
             step = make()
         if step is None:
             log.warning("PowerSGD is not timed: torch's hook cannot run on %s here", device.type)
@@ -260,7 +260,7 @@ def _whole_step(name: str, shapes: Shapes, comm: Comm, device: torch.device) -> 
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def unheard() -> Iterator[None]:
     """Without the library's log, which would rightly say that all workers hold the same gradients."""
 
     def errors_only(record: logging.LogRecord) -> bool:  # of each call its own, since workers may be threads

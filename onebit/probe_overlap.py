@@ -14,7 +14,7 @@ from torch import nn
 import onebit
 from onebit.clock import synchronized
 from onebit.comm import Comm, agreed
-from onebit.probe_kernels import DECAY, around_the_mean
+from onebit.probe_kernels import DECAY, around_the_mean, unheard
 
 log = logging.getLogger("onebit")
 
@@ -52,8 +52,9 @@ def time_overlapped(
         optimizer.step()
         return synchronized(device) - began
 
-    for _ in range(FIRST_STEPS):
-        step()
+    with unheard():
+        for _ in range(FIRST_STEPS):
+            step()
     early, until = optimizer.stats()["overlapped"], time.perf_counter() + budget_s
     times: list[float] = []
     while agreed(comm, len(times) < LEAST or (time.perf_counter() < until and len(times) < MOST)):

@@ -634,7 +634,7 @@ def growing(steps: int = 40, **settings) -> tuple[list[float], onebit.OneBitLamb
     and beside it a layer whose gradients stay."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(32))]
-    optimizer = onebit.OneBitLamb(params, lr=1e-3, freeze_step=5, **settings)
+    optimizer = onebit.OneBitLamb(params, **{"lr": 1e-3, "freeze_step": 5} | settings)
     lengths = []
     for step in range(steps):
         params[0].grad = torch.sign(torch.randn(64)) * 1.2 ** max(0, step - 8)
@@ -643,6 +643,25 @@ def growing(steps: int = 40, **settings) -> tuple[list[float], onebit.OneBitLamb
         optimizer.step()
         lengths.append(float((params[0].detach() - before).norm()))
     return lengths, optimizer
+
+
+@pytest.mark.parametrize("more", [{}, {"error_feedback": "scaled"}, {"ratio": "fixed"}, dict(onebit.PAPER)])
+def test_a_gain_is_another_rate_in_both_stages_to_the_bit(more):
+    def lengths(lr: float, gain: float) -> list[float]:
+        return growing(weight_decay=0.01, lr=lr, lr_gain=gain, **more)[0]
+
+    assert lengths(2**-6, 0.5) == lengths(2**-7, 1.0)
+    assert lengths(2**-6, 0.5)[5:] != lengths(2**-6, 1.0)[5:]
+
+
+def test_tenfold_is_int4_and_part_of_the_rate():
+    p = nn.Parameter(torch.ones(300))
+    optimizer = onebit.OneBitLamb([p], lr=0.5, freeze_step=0.17, total_steps=100, **onebit.TENFOLD)
+    p.grad = torch.full((300,), 0.1)
+    optimizer.step()
+    assert dict(optimizer._settings())["lr_gain"] == "0.7"
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer._quantised is not None
 
 
 @pytest.mark.parametrize("ratio", ["sqrt", "variance", "momentum"])
@@ -722,6 +741,8 @@ def test_a_state_whose_ratios_were_allowed_more_says_that_they_fall(caplog):
         ({"factor_threshold": 0.0}, "factor_threshold"),
         ({"growth_max": 0.9}, r"growth_max is 0\.9; it must be at least 1"),
         ({"growth_max": math.nan}, "growth_max is nan"),
+        ({"lr_gain": 0.0}, r"lr_gain is 0\.0; it must be above 0 and finite"),
+        ({"lr_gain": math.inf}, "lr_gain is inf"),
         ({"ratio": "sqr"}, "'sqrt', 'variance', 'momentum', 'fixed'"),
         ({"error_feedback": "off"}, "'unscaled', 'scaled', 'none'"),
         ({"dead_elements": "skip"}, "'hold', 'exchange'"),

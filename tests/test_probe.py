@@ -41,12 +41,12 @@ from onebit.probe_kernels import (
     PHASES,
     WHOLE,
     Echo,
-    _unheard,
     _whole_step,
     around_the_mean,
     factors,
     kernel_speed,
     quartiles,
+    unheard,
 )
 from onebit.probe_network import BETWEEN, Case, cases_of, machine_names, time_network
 from onebit.probe_overlap import time_overlapped
@@ -521,7 +521,7 @@ def test_a_factor_is_the_mean_so_that_turns_that_wait_for_a_core_count():
 
 
 def test_steps_of_local_variance_are_timed_between_exchanges_of_the_variance():
-    with _unheard():
+    with unheard():
         step: Any = _whole_step("local_step", ((2_000,),), Echo(3, CPU), CPU)
         optimizer = step.__self__
         assert optimizer.stage is Stage.COMPRESSED
