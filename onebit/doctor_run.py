@@ -296,9 +296,12 @@ def _defaults(summary: Summary, compute_s: float | None, assumed: Assumed) -> li
     """What a prediction takes that was neither measured nor given, with the values that a plan takes then."""
     known, machines = _inputs(summary, assumed)
     network, work = _used(summary, machines)
-    kinds = _kinds(summary, _setup(summary, compute_s, assumed)) or ()
+    setup = _setup(summary, compute_s, assumed)
+    kinds = _kinds(summary, setup) or ()
     factors = {"plain_factor"} | {kind.factor for kind in kinds} | {kind.update_factor for kind in kinds}
     work = [name for name in work if name not in FACTORS or name in factors]
+    if setup.work.overlap_exchange and setup.work.overlap_extra_s == Work.overlap_extra_s:
+        work.append("overlap_extra_s")
     return [
         f"{name} {getattr(kind, name):g}"
         for kind, names in ((Network, network), (Work, work))
@@ -338,10 +341,10 @@ def _setup(summary: Summary, compute_s: float | None, assumed: Assumed) -> Setup
     network |= {name: known[name] for name in [*of_network, "mean_gbit_s"] if name in known}
     work: dict[str, Any] = {"overlap_exchange": summary.recipe["optimizer"].get("options", {}).get("overlap", False)}
     work |= {name: known[name] for name in of_work if name in known}
-    if probed is not None and work["overlap_exchange"]:
-        work["overlap_extra_s"] = measured_extra_s(probed, Work.overlap) or 0.0
     micro_step = known["micro_step_s"] if compute_s is None else compute_s / train["accumulation"]
     same = probed is not None and probed.parameters == summary.parameters
+    if probed is not None and same and work["overlap_exchange"]:
+        work["overlap_extra_s"] = measured_extra_s(probed, Work.overlap) or 0.0
     return Setup(
         Model(probed.shapes if probed is not None and same else transformer_shapes(summary.parameters)),
         Network(workers=summary.workers, workers_per_machine=summary.workers // machines, **network),

@@ -57,8 +57,8 @@ class OneBitLamb(LayerwiseRate, OneBitOptimizer):
         growth_max: how many times as long as after the switch, or as LAMB's where that is longer, a layer's update may
             become at the same lr, >= 1 (DEV-24); inf: no bound, as released. None: 3.0; with the authors' codec, inf.
             It has no effect with ratio="fixed", the basic form.
-        lr_gain: factor on every learning rate, > 0, in both stages. After the switch updates are longer than LAMB's, so
-            that the best rate may be lower than LAMB's: `onebit.TENFOLD` takes 0.7 of it.
+        lr_gain: factor on every learning rate, > 0, in both stages. The best rate may be lower than LAMB's:
+            `onebit.TENFOLD` takes 0.7 of it.
         codec: how momentum is sent, `onebit.OneBit(...)`.
         ratio: "sqrt" (of variances, plus eps: as released), "variance" (as printed), "momentum" (its norm at the
             switch over its norm now, DEV-18: no fresh variance, so 4 bytes per parameter less), or "fixed" (stays 1:

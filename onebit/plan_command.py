@@ -76,7 +76,9 @@ def plan_command(
     straggling: Annotated[
         str | None, typer.Option(help="Share by which the slowest worker is later than the mean; 0.")
     ] = None,
-    overlap: Annotated[str, typer.Option(help="Share of what could run beside other work that does.")] = "1",
+    overlap: Annotated[
+        str, typer.Option(help="Share of what could run beside other work that does, unless probed.")
+    ] = "1",
     overlap_exchange: Annotated[
         bool, typer.Option("--overlap-exchange", help="Exchanges begin during backward: overlap=True of optimizers.")
     ] = False,
@@ -154,7 +156,7 @@ def plan_command(
         straggling=probed_or("straggling", straggling, 0.0),
         overlap=amount(overlap, "--overlap"),
         overlap_exchange=overlap_exchange,
-        overlap_extra_s=_extra_s(overlap_extra_ms, overlap_exchange, amount(overlap, "--overlap"), probed),
+        overlap_extra_s=_extra_s(overlap_extra_ms, overlap_exchange, amount(overlap, "--overlap"), shapes, probed),
         memory_gbyte_s=probed_or("memory_gbyte_s", memory_gbyte_s, 500.0),
         kernel_factor=probed_or("kernel_factor", kernel_factor, Work.kernel_factor),
         plain_factor=probed_or("plain_factor", plain_factor, Work.plain_factor),
@@ -230,17 +232,20 @@ def _levels(asked: bool | None, probed: Probed | None, per_machine: int) -> bool
     return found
 
 
-def _extra_s(text: str | None, overlaps: bool, share: Number, probed: Probed | None) -> Number:
-    """As given, or else as probed; on stderr where a plan with overlap lacks it."""
+def _extra_s(text: str | None, overlaps: bool, share: Number, shapes: Shapes, probed: Probed | None) -> Number:
+    """As given, or else as probed with this model; on stderr where a plan with overlap lacks it."""
     if text is not None:
+        if not overlaps:
+            raise ConfigError(f"--overlap-extra-ms is {text} without --overlap-exchange; add that, or leave it out")
         return _scaled(amount(text, "--overlap-extra-ms"), 1e-3)
     if not overlaps or probed is None:
         return 0.0
-    found = measured_extra_s(probed, share)
+    same = probed.is_of(sum(math.prod(shape) for shape in shapes))
+    found = measured_extra_s(probed, share) if same else None
     if found is None:
         print(
-            "the plan has overlap and the probe timed no step with it, so that cores count as free for what runs "
-            "beside backward; `onebit probe --overlap` times one",
+            "the plan has overlap and the probe timed no step of its model with it, so that cores count as free for "
+            "what runs beside backward; `onebit probe --overlap` times one",
             file=sys.stderr,
         )
     return found or 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from matplotlib.patches import Patch
 
 from onebit.errors import ConfigError
 from onebit.figures import INK, PALETTE, STYLE
-from onebit.planner import Plan
+from onebit.planner import Plan, StepTime
 from onebit.planner_methods import METHODS
 from onebit.planner_sweep import Cell
 
@@ -41,11 +42,9 @@ def draw_plan(done: Plan, path: Path) -> None:
         left = [0.0] * len(names)
         for (title, keys), colour in zip(PARTS.items(), PALETTE, strict=False):
             parts = [done.rows[name].likely.parts for name in names]
-            widths = [1e3 * sum(getattr(p, key) for key in keys) for p in parts]
-            if title == "network":
-                widths = [max(0.0, w - 1e3 * p.hidden_s) for w, p in zip(widths, parts, strict=True)]
-                title = "network, less what is hidden"
-            axes.barh(names, widths, left=left, color=colour, label=title)
+            widths = [1e3 * _seen_s(p, title, keys) for p in parts]
+            label = f"{title}, less what is hidden" if title == "network" else title
+            axes.barh(names, widths, left=left, color=colour, label=label)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for place, name in enumerate(names):
             step = done.rows[name].step_s
@@ -56,6 +55,16 @@ def draw_plan(done: Plan, path: Path) -> None:
         axes.set_title(f"{done.setup.model.parameters:,} parameters, {net.workers} workers, {net.machines} machines")
         figure.legend(loc="outside lower center", ncols=4)
         _save(figure, path)
+
+
+def _seen_s(parts: StepTime, title: str, keys: Sequence[str]) -> float:
+    """Seconds of a part of a step without what is hidden: of the network first, what is left of it of kernels."""
+    whole = math.fsum(getattr(parts, key) for key in keys)
+    if title == "network":
+        return max(0.0, whole - parts.hidden_s)
+    if title == "kernels":
+        return whole - max(0.0, parts.hidden_s - math.fsum(getattr(parts, key) for key in PARTS["network"]))
+    return whole
 
 
 def draw_map(cells: Sequence[Cell], path: Path) -> None:

@@ -15,7 +15,7 @@ def measured_extra_s(probed: Probed, overlap: Number) -> float | None:
     """`Work.overlap_extra_s`: what the probe's step of 1-bit LAMB with overlap took beyond what the model gives for it.
 
     Args:
-        probed: by which the model gives it; a link that was too fast to be measured counts as very fast.
+        probed: by which the model gives it; a rate that was too fast to be measured counts as very fast.
         overlap: as of `Work`, its likely value.
 
     Returns:
@@ -28,7 +28,7 @@ def measured_extra_s(probed: Probed, overlap: Number) -> float | None:
     def of(part: type) -> dict[str, Any]:
         return {f.name: known[f.name] for f in fields(part) if f.name in known}
 
-    network = {"link_gbit_s": MOST_GBIT_S} | of(Network)
+    network = {"link_gbit_s": MOST_GBIT_S} | ({"local_gbit_s": MOST_GBIT_S} if probed.inside else {}) | of(Network)
     setup = Setup(
         Model(probed.shapes),
         Network(probed.workers, probed.workers // probed.machines, **network, two_level=probed.two_level),

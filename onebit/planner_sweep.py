@@ -77,7 +77,8 @@ def sweep(
     found = []
     for model in models:
         longer = model.parameters / base.model.parameters
-        work = replace(base.work, micro_step_s=likely(base.work.micro_step_s) * longer)
+        slowed = likely(base.work.overlap_extra_s) * longer  # backward, by what runs beside it
+        work = replace(base.work, micro_step_s=likely(base.work.micro_step_s) * longer, overlap_extra_s=slowed)
         for n in workers:
             there = replace(base, model=model, work=work, network=_network(base.network, n))
             steps = {name: steps_of(there, method) for name, method in METHODS.items()}

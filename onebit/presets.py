@@ -16,5 +16,5 @@ PAPER: dict[str, Any] = {
 """Turns `OneBitLamb` or `OneBitAdam` into the authors' release: `OneBitLamb(params, freeze_step=..., **PAPER)`."""
 
 TENFOLD: dict[str, Any] = {"warmup_transport": "int4", "lr_gain": 0.7}
-"""`OneBitLamb(params, lr, freeze_step=0.17, total_steps=..., **TENFOLD)`, lr that of LAMB: a tenth of the bytes of a
-16-bit all-reduce in every step. What it does to the loss: docs/log.md, "Which part of LAMB's rate"."""
+"""`OneBitLamb(params, lr, freeze_step=0.17, total_steps=..., **TENFOLD)`, lr that of LAMB: over the run, a tenth of
+what a 16-bit all-reduce in every step sends. What it does to the loss: docs/log.md, "Which part of LAMB's rate"."""

@@ -138,7 +138,7 @@ def _probed(found: dict[str, Any]) -> Probed:
         raise ConfigError(f"network.inside is {inside!r}; it must be true or false")
     share = part_of(found, "step", "backward_share")
     low_rank, mean = part_of(found, "kernels", "low_rank_factor"), part_of(found, "kernels", "mean_gbit_s")
-    unhidden = part_of(found, "overlap") is None
+    timed = part_of(found, "overlap") is not None and part_of(found, "overlap", "overlapped") is True
     device = part_of(found, "device")
     if not isinstance(device, str):
         raise ConfigError(f"device is {device!r}; it must be text")
@@ -167,7 +167,7 @@ def _probed(found: dict[str, Any]) -> Probed:
         low_rank_factor=None if low_rank is None else _range(found, "kernels", "low_rank_factor").likely,
         two_level=mean is not None,
         mean_gbit_s=None if mean is None else _range(found, "kernels", "mean_gbit_s").likely,
-        overlapped_step_s=None if unhidden else _range(found, "overlap", "step_s").likely,
+        overlapped_step_s=_range(found, "overlap", "step_s").likely if timed else None,
         device=device,
         threads=whole_in(found, "threads"),
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 import onebit
 from onebit.clock import synchronized
-from onebit.comm import Comm, agreed
+from onebit.comm import Comm, agreed, all_or_none
 from onebit.probe_kernels import DECAY, around_the_mean, unheard
 
 log = logging.getLogger("onebit")
@@ -40,35 +40,34 @@ def time_overlapped(
 
     Returns:
         step_s, a `Range`: the mean step, and quartiles of the means over workers around it; repetitions; overlapped,
-        whether all timed steps began an exchange during backward on this worker.
+        whether each of them began an exchange during backward, on all workers.
     """
-    optimizer = onebit.OneBitLamb(
-        params, lr=LR, freeze_step=1, weight_decay=DECAY, comm=comm, overlap=True
-    )  # fmt: skip
+    settings: dict[str, Any] = {"lr": LR, "freeze_step": 1, "weight_decay": DECAY, "comm": comm, "overlap": True}
+    optimizer = all_or_none(comm, lambda: onebit.OneBitLamb(params, **settings))
 
-    def step() -> float:
-        began = synchronized(device)
+    def step() -> tuple[float, bool]:
+        """Seconds, and whether an exchange began during backward."""
+        before, began = optimizer.stats()["overlapped"], synchronized(device)
         gradients()
         optimizer.step()
-        return synchronized(device) - began
+        return synchronized(device) - began, optimizer.stats()["overlapped"] > before
 
     with unheard():
         for _ in range(FIRST_STEPS):
             step()
-    early, until = optimizer.stats()["overlapped"], time.perf_counter() + budget_s
-    times: list[float] = []
-    while agreed(comm, len(times) < LEAST or (time.perf_counter() < until and len(times) < MOST)):
-        times.append(step())
-    everyone = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(times).encode())]
-    overlapped = optimizer.stats()["overlapped"] - early >= len(times)
-    if not overlapped:
+    until = time.perf_counter() + budget_s
+    mine: list[tuple[float, bool]] = []
+    while agreed(comm, len(mine) < LEAST or (time.perf_counter() < until and len(mine) < MOST)):
+        mine.append(step())
+    everyone = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(mine).encode())]
+    overlapped = all(early for row in everyone for _, early in row)
+    if not overlapped and comm.rank == 0:
         log.warning(
-            "overlap was timed, but on worker %d no exchange began during backward: does the function that gives "
-            "gradients change them after backward, or call backward a varying number of times?",
-            comm.rank,
+            "overlap was timed, but in some steps no exchange began during backward, so a plan does not use it: does "
+            "the function that gives gradients change them after backward, or call backward a varying number of times?"
         )
     return {
-        "step_s": around_the_mean([sum(row) / len(row) for row in zip(*everyone, strict=True)]),
-        "repetitions": len(times),
+        "step_s": around_the_mean([sum(took for took, _ in at) / len(at) for at in zip(*everyone, strict=True)]),
+        "repetitions": len(mine),
         "overlapped": overlapped,
     }

@@ -418,6 +418,13 @@ def test_the_prediction_has_the_levels_and_the_overlap_of_the_run(finished):
     assert plain[1].local_mean_s == 0
     assert two[1].local_mean_s == pytest.approx(2 * summary.parameters * 8 / 2e9 + 49e-6, rel=0.05)
     assert hidden[1].hidden_s > plain[1].hidden_s == 0
+    probed = replace(assumed.probed, shapes=((250_000,),) * 4, overlapped_step_s=0.5)
+    timed = predict(overlap, 0.01, replace(assumed, probed=probed))
+    assert timed is not None
+    assert timed[1].total_s > 0.45
+    other = predict(overlap, 0.01, replace(assumed, probed=replace(probed, shapes=((300_000,),) * 4)))
+    assert other is not None
+    assert other[1].total_s < 0.1
 
 
 def test_the_probes_straggling_is_predicted(finished):

@@ -227,8 +227,13 @@ def test_overlap_needs_several_workers_and_a_plan_says_where_it_was_not_timed(me
     with pytest.raises(ConfigError, match="--overlap is given, and one worker exchanges nothing"):
         probe(None, 1, Solo(), CPU, 6, overlap=True)
     file = changed(measured, tmp_path, "overlap", value=None)
-    stderr = call("plan", "--probe", file, "--overlap-exchange", "--json").stderr
-    assert "the probe timed no step with it, so that cores count as free" in stderr
+    other = ("2M", "--compute-ms", 9, "--probe", measured)  # of another model than the probe's
+    for flags in (("--probe", file), other):
+        done = call("plan", *flags, "--overlap-exchange", "--json")
+        assert "the probe timed no step of its model with it, so that cores count as free" in done.stderr
+        assert json.loads(done.stdout)["setup"]["work"]["overlap_extra_s"] == 0
+    stderr = call("plan", "--probe", measured, "--overlap-extra-ms", 9, status=2).stderr
+    assert "--overlap-extra-ms is 9 without --overlap-exchange" in stderr
 
 
 PLACES_OF_WORKERS = st.sampled_from([(2, 2), (4, 2), (4, 4), (8, 2), (4, 1)])
@@ -240,7 +245,7 @@ PLACES_OF_WORKERS = st.sampled_from([(2, 2), (4, 2), (4, 4), (8, 2), (4, 1)])
     st.floats(0.02, 2),
     st.floats(0, 1),
     st.one_of(st.none(), st.floats(0.01, 100)),
-    st.sampled_from([((300, 200), (200,)), ((3000, 200),) * 4]),
+    st.sampled_from([((300, 200), (200,)) * 9, ((3000, 200),) * 4]),  # of several buckets
 )
 def test_the_extra_of_overlap_is_what_makes_the_model_give_the_timed_step(place, levels, step_s, share, rate, shapes):
     workers, machines = place
@@ -258,7 +263,7 @@ def test_the_extra_of_overlap_is_what_makes_the_model_give_the_timed_step(place,
     if rate is not None:
         net = replace(net, **{"local_gbit_s" if machines == 1 else "link_gbit_s": rate})
     if machines == 1:
-        net = replace(net, latency_us=50.0, local_latency_us=probed.latency_us)
+        net = replace(net, latency_us=50.0, local_latency_us=probed.latency_us, local_gbit_s=rate or 1e5)
     factors = {name: getattr(probed, name) for name in FACTORS}
     work = Work(
         probed.micro_step_s, backward_share=probed.backward_share, straggling=probed.straggling, overlap=share,
@@ -286,7 +291,27 @@ def test_overlap_that_never_begins_early_is_said(caplog):
         found = run_workers(2, _changed_after_backward)
     assert [early for early, _ in found] == [False, False]
     assert found[0][1] == found[1][1] >= 3
-    assert "no exchange began during backward" in caplog.text
+    assert "in some steps no exchange began during backward" in caplog.text
+
+
+def _sometimes_untouched(comm: Comm) -> dict[str, Any]:
+    """Many buckets begin early on worker 0; on worker 1 none does in some steps, in which there was no backward."""
+    params, calls = [nn.Parameter(torch.ones(70_000)) for _ in range(6)], [0]
+
+    def gradients() -> None:
+        calls[0] += 1
+        for p in params:
+            p.grad = None
+        if comm.rank == 0 or calls[0] % 2:
+            sum((p.sum() for p in params), torch.zeros(())).backward()
+
+    return time_overlapped(params, gradients, comm, CPU, 0.1)
+
+
+def test_one_step_of_one_worker_without_overlap_says_that_it_is_not_what_was_timed(measured, tmp_path):
+    assert [found["overlapped"] for found in run_workers(2, _sometimes_untouched)] == [False, False]
+    assert read_probe(measured).overlapped_step_s
+    assert read_probe(changed(measured, tmp_path, "overlap", "overlapped", value=False)).overlapped_step_s is None
 
 
 def _kernels_of_two_levels(comm: Comm) -> dict[str, Any]:
