@@ -177,7 +177,7 @@ def step_time(setup: Setup, kind: StepKind) -> StepTime:
     wire, buckets = local + to_all + gathered, len(kind.messages_bytes)
     if work.overlap_exchange and kind.early and kind.computes:
         hidden += _hidden_in_backward(work, wire, buckets)
-        if buckets > 1:  # never so much that nothing is left of what hides it
+        if buckets > 1:  # compute itself is never hidden
             hidden = min(hidden - _value(work.overlap_extra_s), wire + encode + server + update)
     else:
         hidden += _hidden_in_pipeline(work, encode + server, wire, buckets)
