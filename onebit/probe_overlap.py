@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,29 +46,31 @@ def time_overlapped(
     settings: dict[str, Any] = {"lr": LR, "freeze_step": 1, "weight_decay": DECAY, "comm": comm, "overlap": True}
     optimizer = all_or_none(comm, lambda: onebit.OneBitLamb(params, **settings))
 
-    def step() -> tuple[float, bool]:
-        """Seconds, and whether an exchange began during backward."""
-        before, began = optimizer.stats()["overlapped"], synchronized(device)
+    def step() -> float:
+        began = synchronized(device)
         gradients()
         optimizer.step()
-        return synchronized(device) - began, optimizer.stats()["overlapped"] > before
+        return synchronized(device) - began
 
     with unheard():
         for _ in range(FIRST_STEPS):
             step()
     until = time.perf_counter() + budget_s
-    mine: list[tuple[float, bool]] = []
-    while agreed(comm, len(mine) < LEAST or (time.perf_counter() < until and len(mine) < MOST)):
-        mine.append(step())
+    times: list[float] = []
+    early: list[int] = [optimizer.stats()["overlapped"]]
+    while agreed(comm, len(times) < LEAST or (time.perf_counter() < until and len(times) < MOST)):
+        times.append(step())  # all begin at once, since `stats` takes its time before they agree
+        early.append(optimizer.stats()["overlapped"])
+    mine = [times, all(before < after for before, after in pairwise(early))]
     everyone = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(mine).encode())]
-    overlapped = all(early for row in everyone for _, early in row)
+    overlapped = all(always for _, always in everyone)
     if not overlapped and comm.rank == 0:
         log.warning(
             "overlap was timed, but in some steps no exchange began during backward, so a plan does not use it: does "
             "the function that gives gradients change them after backward, or call backward a varying number of times?"
         )
     return {
-        "step_s": around_the_mean([sum(took for took, _ in at) / len(at) for at in zip(*everyone, strict=True)]),
-        "repetitions": len(mine),
+        "step_s": around_the_mean([sum(at) / len(at) for at in zip(*(row for row, _ in everyone), strict=True)]),
+        "repetitions": len(times),
         "overlapped": overlapped,
     }
